@@ -37,7 +37,7 @@ from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.link import Servers, shard_starts
-from hybridpar.server.process import own_host
+from hybridpar.server.process import this_host
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.wire import Weights
 from hybridpar.train.engine import EngineParts
@@ -98,7 +98,7 @@ class Party:
         self._thread: threading.Thread | None = None
         address = None
         if self._rank in hosts:
-            server = ShardServer(config, Rules.of(config, workers), hosts.index(self._rank), name, own_host())
+            server = ShardServer(config, Rules.of(config, workers), hosts.index(self._rank), name, this_host())
             address = server.address
             self._thread = threading.Thread(target=_serve, args=(server,), daemon=True)
             self._thread.start()

@@ -24,6 +24,9 @@ from hybridpar.codegen.tir_writer import HELPERS, Writer
 #: Words that kernels have in common.
 w = Writer(tvm)
 
+#: From so many values on, what is written is not read again before it would have left the caches.
+_STREAM = 1 << 16
+
 
 def kernels(**functions: Any) -> dict[str, Any]:
     """Functions that were read, by the names that they are called by, with `HELPERS` at hand."""
@@ -67,9 +70,9 @@ def magnitude_bits(value: Any) -> Any:
     return T.reinterpret(like(value, "int32"), value) & 0x7FFFFFFF
 
 
-def past_caches(stream: Any, address: Any) -> Any:
-    """Whether vectors that are stored from an address on should go past the caches: asked for, and aligned."""
-    return T.And(stream != 0, (address & 63) == 0)
+def past_caches(count: Any, address: Any) -> Any:
+    """Whether vectors that are stored from an address on should go past the caches: many values, and aligned."""
+    return T.And(count >= _STREAM, (address & 63) == 0)
 
 
 def put(buffer: Any, start: Any, values: Any, past: Any) -> None:
@@ -77,9 +80,9 @@ def put(buffer: Any, start: Any, values: Any, past: Any) -> None:
     w.either(past, lambda: w.put(buffer, start, values, past=True), lambda: w.put(buffer, start, values, past=False))
 
 
-def fence(stream: Any) -> None:
+def fence(count: Any) -> None:
     """Have what was stored past the caches seen by all that is stored later."""
-    w.when(stream != 0, lambda: w.t.evaluate(w.call("int32", "hp_fence")))
+    w.when(count >= _STREAM, lambda: w.t.evaluate(w.call("int32", "hp_fence")))
 
 
 def in_groups(count: Any, size: int, some: Callable[[Any, int], None]) -> None:

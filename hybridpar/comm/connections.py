@@ -51,6 +51,7 @@ class Peer:
         self._rank = rank
         self._timeout = timeout
         self._wait_on = wait_on
+        self._rung = bytearray(1)
         # The kernel's time-out: that of Python costs a second system call for every wait.
         connection.settimeout(None)
         limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
@@ -59,37 +60,42 @@ class Peer:
 
     def ring(self) -> None:
         """Tell the peer that something is there or gone."""
-        self.wait_for(lambda flags: self.socket.send(b"+", flags))
+        self._wait_for(partial(self.socket.send, b"+"))
 
-    def wait(self, most: int = 1) -> int:
-        """Wait until the peer has rung, and return how often, at most `most` times."""
-        return self.wait_for(lambda flags: len(self.socket.recv(most, flags)))
+    def wait(self) -> None:
+        """Wait until the peer has rung once more."""
+        self._wait_for(partial(self.socket.recv_into, self._rung, 1))
 
     def send(self, memory: memoryview) -> None:
         """Send all of it, and wait in the kernel until it has left."""
         while memory:
-            memory = memory[self.wait_for(partial(self.socket.send, memory)) :]
+            memory = memory[self._wait_for(partial(self.socket.send, memory)) :]
 
     def receive(self, memory: memoryview) -> None:
         """Wait in the kernel until all of it has arrived."""
-
-        def take(flags: int) -> int:
-            return self.socket.recv_into(memory, 0, flags or socket.MSG_WAITALL)
-
         while memory:
-            memory = memory[self.wait_for(take) :]
+            memory = memory[self._wait_for(partial(self.socket.recv_into, memory, 0), socket.MSG_WAITALL) :]
 
-    def wait_for(self, use: Callable[[int], int]) -> int:
+    def send_some(self, memory: memoryview) -> memoryview:
+        """Send as much as the kernel takes at once; what is left."""
+        return memory[self._attempt(partial(self.socket.send, memory), socket.MSG_DONTWAIT) :] if memory else memory
+
+    def receive_some(self, memory: memoryview) -> memoryview:
+        """Receive what is there; where the rest goes."""
+        use = partial(self.socket.recv_into, memory, 0)
+        return memory[self._attempt(use, socket.MSG_DONTWAIT) :] if memory else memory
+
+    def _wait_for(self, use: Callable[[int], int], flags: int = 0) -> int:
         """How many bytes a use of the socket, which is given flags, moves; waits as the class says."""
-        flags = 0
-        while not (moved := self.attempt(use, flags)):
-            if flags:
+        given = flags
+        while not (moved := self._attempt(use, given)):
+            if given == socket.MSG_DONTWAIT:
                 raise late(self._timeout)
             # Without patience once more, at once: the peer may have come meanwhile.
-            flags = 0 if self._wait_on() else socket.MSG_DONTWAIT
+            given = flags if self._wait_on() else socket.MSG_DONTWAIT
         return moved
 
-    def attempt(self, use: Callable[[int], int], flags: int = socket.MSG_DONTWAIT) -> int:
+    def _attempt(self, use: Callable[[int], int], flags: int) -> int:
         """How many bytes a use of the socket moves; 0 where it would have to wait (longer)."""
         try:
             moved = use(flags)

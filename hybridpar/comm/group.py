@@ -29,9 +29,6 @@ class Reduction(enum.Enum):
     AND = "and"
 
 
-#: Sums of at most so many bytes are added up by every worker: one message instead of two.
-SMALL = 1 << 15
-
 #: Every worker's item, on every worker, by rank.
 Gather = Callable[[object], list[object]]
 
@@ -164,7 +161,7 @@ class Group(ABC):
         return items
 
 
-REDUCE: dict[Reduction, Callable[..., Tensor]] = {
+_REDUCE: dict[Reduction, Callable[..., Tensor]] = {
     Reduction.SUM: torch.add,
     Reduction.MAX: torch.maximum,
     Reduction.AND: torch.bitwise_and,
@@ -173,7 +170,7 @@ REDUCE: dict[Reduction, Callable[..., Tensor]] = {
 
 def reduce_rows(rows: Sequence[Tensor] | Tensor, out: Tensor, reduction: Reduction) -> None:
     """Reduce at least two rows in their order."""
-    reduce = REDUCE[reduction]
+    reduce = _REDUCE[reduction]
     reduce(rows[0], rows[1], out=out)
     for row in rows[2:]:
         reduce(out, row, out=out)

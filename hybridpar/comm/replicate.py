@@ -61,6 +61,7 @@ def broadcast_state(module: nn.Module, source: int, world: World) -> None:
 
     A buffer may have another shape or dtype there, or be there only: its forward pass made it.
     """
+    assert world.control is not None
     held = [inside._buffers for inside in module.modules()]
     facts = [{name: _fact(buffer) for name, buffer in buffers.items()} for buffers in held]
     theirs: Any = world.gather(facts)[source]
@@ -75,7 +76,7 @@ def broadcast_state(module: nn.Module, source: int, world: World) -> None:
             continue
         # Dense memory is sent as it is, whatever its format; anything else through a copy.
         message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
-        dist.broadcast(message, group_src=source, group=world.control)
+        dist.broadcast(message, group_src=source, group=world.control.group)
         if not is_dense(tensor):
             tensor.data.copy_(message)
 

@@ -1,28 +1,32 @@
-"""Collectives of CPU workers over TCP connections, carried out by the thread that calls them.
+"""Collectives of CPU workers over sockets, carried out by the thread that calls them; of one machine through memory.
 
 Gloo hands each message to threads of its own, which cost a core that computes more than the message does, and each
 must wake up before the next can go on. Here the calling thread, which is a sync lane, writes to and reads from a
-connection to each peer. Messages that arrive while others leave are added up on the way.
+connection to each peer.
+
+Over TCP on the loopback device a reduced byte is copied some eight times, by the same cores that compute. So workers of
+one machine add large tensors in memory that all of them see, in chunks that stay in the cache between writer and
+reader, and wait for each other on Unix sockets, one byte per phase. All else goes over these sockets: a message is
+copied as often as it would be through memory, and wakes fewer threads.
 """
 
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.connections import Connected, Peer, late
-from hybridpar.comm.group import REDUCE, SMALL, Group, Reduction, buffer_of, reduce_rows, split
+from hybridpar.comm.connections import Connected, late
+from hybridpar.comm.group import Group, Reduction, buffer_of, reduce_rows, split
 
-#: Bytes after which what arrives is added up while the rest is on its way.
-_CHUNK = 1 << 18
+#: Tensors of at most so many bytes are added up by every worker: one message instead of two.
+SMALL = 1 << 15
 
-#: Called with how many bytes have both left and arrived.
-_Advance = Callable[[int], None]
+#: Bytes of a chunk: small enough that all workers' parts of it stay in the last-level cache, large enough that meeting
+#: twice per chunk costs little.
+CHUNK_BYTES = 2 << 20
 
 
 class SocketGroup(Connected, Group):
@@ -35,14 +39,17 @@ class SocketGroup(Connected, Group):
         flat = tensor.detach().view(-1)
         if not flat.numel() or self.size == 1:
             return
-        if self.size == 2:
-            self._reduce_with_the_other(flat, REDUCE[reduction])
-        elif flat.nbytes <= SMALL:
-            rows = flat.new_empty(self.size * flat.numel())
-            self.all_gather(rows, flat)
-            reduce_rows(rows.view(self.size, -1), flat, reduction)
-        else:
+        if self.size > 2 and flat.nbytes > SMALL:
             self._reduce_by_stripes(flat, reduction)
+            return
+        # All of it to all workers; of two that is as many bytes as by stripes, in one exchange instead of two.
+        count = self.size * flat.nbytes
+        if self._scratch.numel() < count:
+            self._scratch = torch.empty(count, dtype=torch.uint8)
+        rows = list(self._scratch[:count].view(flat.dtype).view(self.size, -1))
+        self._exchange([flat] * self.size, rows)
+        rows[self.rank] = flat if self.size == 2 else flat.clone()
+        reduce_rows(rows, flat, reduction)
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
         sent, received = split(inp, in_sizes), split(out, out_sizes)
@@ -50,8 +57,8 @@ class SocketGroup(Connected, Group):
         self._exchange(sent, received)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        rows = split(out, [inp.numel()] * self.size)
-        rows[self.rank].copy_(inp)
+        rows = out.view(self.size, -1)
+        rows[self.rank] = inp
         self._exchange([inp] * self.size, rows)
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -60,107 +67,96 @@ class SocketGroup(Connected, Group):
     def recv(self, tensor: Tensor, rank: int) -> None:
         self._peers[rank].receive(buffer_of(tensor))
 
-    def _reduce_with_the_other(self, flat: Tensor, reduce: Callable[..., Tensor]) -> None:
-        """Exchange everything with the one peer; what has left and has arrived is added meanwhile."""
-        count, unit = flat.nbytes, flat.element_size()
-        if self._scratch.numel() < count:
-            self._scratch = torch.empty(count, dtype=torch.uint8)
-        theirs = self._scratch[:count].view(flat.dtype)
-        done = 0
-
-        def advance(bytes_both_ways: int) -> None:
-            nonlocal done
-            ready = bytes_both_ways // unit
-            if ready > done:
-                part = slice(done, ready)
-                reduce(flat[part], theirs[part], out=flat[part])
-                done = ready
-
-        self._exchange([flat, flat], [theirs, theirs], advance if count > _CHUNK else None)
-        advance(count)
-
     def _reduce_by_stripes(self, flat: Tensor, reduction: Reduction) -> None:
         """Each worker reduces a stripe, by rank, and sends the result to all."""
-        bounds = [flat.numel() * part // self.size for part in range(self.size + 1)]
-        sizes = [stop - start for start, stop in pairwise(bounds)]
-        mine = sizes[self.rank]
-        rows = flat.new_empty(self.size * mine)
-        self.all_to_all(rows, flat, [mine] * self.size, sizes)
-        stripes = split(flat, sizes)
-        reduce_rows(rows.view(self.size, -1), stripes[self.rank], reduction)
-        self._exchange([stripes[self.rank]] * self.size, stripes)
+        stripes = flat.tensor_split(self.size)
+        mine = stripes[self.rank]
+        rows = mine.new_empty(self.size, len(mine))
+        rows[self.rank] = mine
+        self._exchange(stripes, rows)
+        reduce_rows(rows, mine, reduction)
+        self._exchange([mine] * self.size, stripes)
 
-    # ---------------------------------------------------------------- messages
-
-    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], advance: _Advance | None = None) -> None:
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor] | Tensor) -> None:
         """Send each peer a message and receive one from each, all at a time."""
-        self._carry([_Stream(peer, sent[rank], received[rank]) for rank, peer in self._peers.items()], advance)
+        out, into = dict[int, memoryview](), dict[int, memoryview]()
+        for rank, peer in self._peers.items():
+            into[rank] = buffer_of(received[rank])
+            out[rank] = peer.send_some(buffer_of(sent[rank]))
+        if any(map(len, out.values())):
+            self._go_on_both_ways(out, into)
+        for rank, peer in self._peers.items():
+            peer.receive(into[rank])
 
-    def _carry(self, streams: Sequence[_Stream], advance: _Advance | None = None) -> None:
-        """Send and receive until nothing is missing."""
-        for stream in streams:
-            stream.send()
-        if any(stream.out for stream in streams):
-            self._go_on_both_ways(streams, advance)
-        for stream in streams:
-            if advance is None:
-                stream.peer.receive(stream.into)
-                continue
-            while stream.into:
-                stream.peer.receive(stream.into[:_CHUNK])
-                stream.into = stream.into[_CHUNK:]
-                advance(stream.done)
-
-    def _go_on_both_ways(self, streams: Sequence[_Stream], advance: _Advance | None) -> None:
+    def _go_on_both_ways(self, out: dict[int, memoryview], into: dict[int, memoryview]) -> None:
         """Send and receive, whatever is possible, until everything has left."""
         poller = select.poll()
-        by_number = {stream.peer.number: stream for stream in streams}
-        for number, stream in by_number.items():
-            poller.register(number, stream.wanted)
+        ranks = {peer.number: rank for rank, peer in self._peers.items()}
+        for number in ranks:
+            poller.register(number, select.POLLIN | select.POLLOUT)
         patience = self._timeout
-        while any(stream.out for stream in streams):
+        while any(map(len, out.values())):
             ready = poller.poll(patience * 1e3)
             if not ready and not patience:
                 raise late(self._timeout)
             patience = self._timeout if ready or self._wait_on() else 0.0  # once more, at once
             for number, events in ready:
-                stream = by_number[number]
+                rank = ranks[number]
                 if events & ~select.POLLOUT:
-                    stream.receive()
+                    into[rank] = self._peers[rank].receive_some(into[rank])
                 if events & ~select.POLLIN:
-                    stream.send()
-                if stream.wanted:
-                    poller.modify(number, stream.wanted)
+                    out[rank] = self._peers[rank].send_some(out[rank])
+                wanted = (select.POLLOUT if out[rank] else 0) | (select.POLLIN if into[rank] else 0)
+                if wanted:
+                    poller.modify(number, wanted)
                 else:  # a peer that is done and leaves would be reported for ever
                     poller.unregister(number)
-            if advance is not None:
-                advance(streams[0].done // _CHUNK * _CHUNK)
 
 
-class _Stream:
-    """A message to a peer and a message from it, or what is left of them."""
+class SharedMemoryGroup(SocketGroup):
+    """CPU workers of one machine.
 
-    def __init__(self, peer: Peer, sent: Tensor, received: Tensor) -> None:
-        self.peer = peer
-        self.out, self.into = buffer_of(sent), buffer_of(received)
-        self._count = len(self.out)
+    All workers get the same bits, because each element is reduced in the order of ranks, wherever that happens.
+    """
 
-    @property
-    def done(self) -> int:
-        """Bytes that have left and arrived, where as many go each way."""
-        return self._count - max(len(self.out), len(self.into))
+    transport = "shared memory"
+    memory_bytes = CHUNK_BYTES
 
-    @property
-    def wanted(self) -> int:
-        """What the poller is to look for."""
-        return (select.POLLOUT if self.out else 0) | (select.POLLIN if self.into else 0)
+    @classmethod
+    def fits(cls, hosts: Sequence[object]) -> bool:
+        """All on the same host, where all may share memory."""
+        return len(set(hosts)) == 1 and hosts[0] is not None
 
-    def send(self) -> None:
-        """Send as much as the kernel takes."""
-        if self.out:
-            self.out = self.out[self.peer.attempt(partial(self.peer.socket.send, self.out)) :]
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
+        flat = tensor.detach().view(-1)
+        if flat.nbytes <= SMALL:
+            super().all_reduce(flat, reduction)
+            return
+        longest = CHUNK_BYTES // flat.element_size() // self.size
+        for chunk in flat.split(self.size * longest):  # type: ignore[no-untyped-call]
+            self._reduce_chunk(chunk, longest, reduction)
 
-    def receive(self) -> None:
-        """Receive what is there."""
-        if self.into:
-            self.into = self.into[self.peer.attempt(partial(self.peer.socket.recv_into, self.into, 0)) :]
+    def _reduce_chunk(self, chunk: Tensor, longest: int, reduction: Reduction) -> None:
+        """A chunk in three phases: each worker hands the others what they reduce, reduces its stripe, takes theirs.
+
+        What others still read of the chunk before are sums, in slots that are written in the second phase alone, when
+        all have come to this chunk.
+        """
+        slots = self.view(chunk.dtype).view(self.size, -1)
+        stripes = chunk.tensor_split(self.size)
+
+        def slot(worker: int, stripe: int) -> Tensor:
+            return slots[worker, stripe * longest :][: len(stripes[stripe])]
+
+        for other in self._peers:
+            slot(self.rank, other).copy_(stripes[other])
+        self._meet()
+        rows = [stripes[rank] if rank == self.rank else slot(rank, self.rank) for rank in range(self.size)]
+        reduce_rows(rows, slot(self.rank, self.rank), reduction)
+        self._meet()
+        for rank, stripe in enumerate(stripes):
+            stripe.copy_(slot(rank, rank))
+
+    def _meet(self) -> None:
+        self.ring()
+        self.wait()

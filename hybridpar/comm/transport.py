@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from hybridpar.comm.world import World
     from hybridpar.schedule.layout import Layout
 
-#: Tensors below this many bytes are sent together. Over TCP a transfer costs about as much as copying this much twice.
-FUSED_BYTES = 1 << 19
-
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -109,31 +106,15 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
         """Send a message. When it returns (on a GPU: in stream order) the tensors may be changed."""
-        large, small = _divide(payload(tensors, parts))
-        for memory in (*large, torch.cat(small)) if small else large:
+        for memory in payload(tensors, parts):
             self.group.send(memory, self._peer)
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
         """Receive the next message into new tensors, each contiguous in its memory format."""
         tensors = [part.empty(self._device) for part in parts]
-        large, small = _divide([memory_of(tensor) for tensor in tensors])
-        for memory in large:
-            self.group.recv(memory, self._peer)
-        if small:
-            sizes = [memory.numel() for memory in small]
-            together = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            self.group.recv(together, self._peer)
-            for memory, part in zip(small, torch.split(together, sizes), strict=True):
-                memory.copy_(part)
+        for tensor in tensors:
+            self.group.recv(memory_of(tensor), self._peer)
         return tensors
-
-
-def _divide(memory: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What is sent as it lies, and what is sent together: several small tensors."""
-    small = [part for part in memory if part.numel() < FUSED_BYTES]
-    if len(small) < 2:
-        return list(memory), []
-    return [part for part in memory if part.numel() >= FUSED_BYTES], small
 
 
 class Grid:

@@ -58,7 +58,7 @@ class World:
         timeout: Seconds after which a silent peer is an error.
         lane_groups: What exchanges gradients, one group for each sync lane.
         control_group: What adds control messages.
-        control: Process group for broadcasts at the start, and for facts where there are no sockets for them.
+        control: A process group of torch, for broadcasts at the start, and for what has no connections of its own.
         transport: What sends gradients: `sockets`, `gloo`, `nccl`, `shared memory`, or `none`.
         share_memory: Whether CPU workers of one host may exchange data through shared memory.
         members: The workers' ranks in the whole job, by rank here.
@@ -71,14 +71,13 @@ class World:
     timeout: float = 120.0
     lane_groups: list[Group] = field(default_factory=list)
     control_group: Group | None = None
-    control: dist.ProcessGroup | None = None
+    control: TorchGroup | None = None
     transport: str = "none"
     share_memory: bool = True
     members: tuple[int, ...] = ()
     job_size: int = 0
     _leave: Callable[[], None] | None = None
     _meeting: Group | None = None
-    _ours: Group | None = None
     _roll_call: RollCall | None = None
     _end_life: Callable[[], None] | None = None
     #: Kinds of groups that could not be opened, which all workers know.
@@ -87,10 +86,7 @@ class World:
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
         self.job_size = self.job_size or self.size
-        if self.control is not None:
-            from hybridpar.comm.group import TorchGroup
-
-            self._meeting = TorchGroup(self.control)
+        self._meeting = self.control
         self._channel = FLIGHT.channel(self.members)
 
     @classmethod
@@ -124,7 +120,7 @@ class World:
         try:
             world._roll_call = open_roll_call(timeout)
             world._end_life = world._roll_call.show_life() if world._roll_call is not None else None
-            world._control_by(open_group(world.members, timeout))
+            world.control = world._meeting = open_group(world.members, timeout)
             # Where hosts do not share the directory of a run that is resumed, worker 0 alone knows its options.
             lanes, world.share_memory = world.gather((lanes, shared_memory))[0]  # type: ignore[misc]
             world._open_lanes([world], [world.members], lanes)
@@ -165,17 +161,9 @@ class World:
                 ranks, part = [self.members[rank] for rank in party], self.size < self.job_size
                 group = open_group(ranks, self.timeout, members_only=part) if len(party) > 1 else None
                 if world is not None:
-                    world._control_by(group)
+                    world.control = world._meeting = group
             self._open_lanes(worlds, parties, lanes)
         return worlds
-
-    def memory_host(self) -> str | None:
-        """Equal in workers that may exchange data through shared memory; None where this one must not."""
-        return host_identity() if self.share_memory and self.device.type == "cpu" else None
-
-    def _control_by(self, group: TorchGroup | None) -> None:
-        if group is not None:
-            self.control, self._meeting, self._ours = group.group, group, group
 
     def _open_lanes(self, worlds: Sequence[World | None], parties: Sequence[Sequence[int]], lanes: int) -> None:
         """Give the worlds of parties groups of plain values, of control messages, and of lanes.
@@ -188,7 +176,7 @@ class World:
         for world, meeting, control in zip(worlds, meetings, controls, strict=True):
             of_lanes = [group for group in islice(groups, lanes) if group is not None]
             if world is not None and of_lanes:
-                world._meeting, world.control_group = meeting or world._ours, control or world._ours
+                world._meeting, world.control_group = meeting or world.control, control or world.control
                 world.lane_groups, world.transport = of_lanes, of_lanes[0].transport
 
     def open_groups(
@@ -202,14 +190,15 @@ class World:
         """
         from hybridpar.comm.connections import connect
         from hybridpar.comm.group import open_group
-        from hybridpar.comm.shared_memory import SharedMemoryGroup
-        from hybridpar.comm.sockets import SocketGroup
+        from hybridpar.comm.sockets import SharedMemoryGroup, SocketGroup
 
-        answers: list[Any] = self.gather((self.memory_host(), on_host or self.device.type == "cpu"))
+        computes_on_host = self.device.type == "cpu"
+        host = host_identity() if self.share_memory and computes_on_host else None  # where it may share memory
+        answers: list[Any] = self.gather((host, on_host or computes_on_host))
         hosts, are_on_host = zip(*answers, strict=True)
         left = {index: party for index, party in enumerate(parties) if len(party) > 1}
         groups: dict[int, Group | None] = {}
-        kinds: tuple[type[SharedMemoryGroup | SocketGroup], ...] = (SharedMemoryGroup, SocketGroup)
+        kinds: tuple[type[SocketGroup], ...] = (SharedMemoryGroup, SocketGroup)
         for kind in kinds if all(are_on_host) else ():
             if kind in self._failed:  # trying takes as long as a worker waits for another
                 continue
@@ -363,7 +352,7 @@ class World:
         """Destroy all process groups of this world. Safe to call twice."""
         if self._end_life is not None:
             self._end_life()
-        for group in [*self.lane_groups, self.control_group, self._meeting, self._ours]:
+        for group in [*self.lane_groups, self.control_group, self._meeting, self.control]:
             if group is not None:
                 group.close()
         self.lane_groups, self.control_group, self.control, self._meeting = [], None, None, None

@@ -6,7 +6,7 @@ it is reduced follows from the parameter's shape and the number of workers alone
 a bucket is one collective per way of collective, and bytes are known before anything is sent.
 
 `Codec` is the configuration, a frozen dataclass with one registry line. `Coder` is what it becomes for one parameter
-on one worker, with scratch and state. Error feedback is put around any coder.
+on one worker, with scratch and state; any coder can have error feedback.
 """
 
 from __future__ import annotations
@@ -153,18 +153,21 @@ class Coder(ABC):
     def __init__(self, spec: TensorSpec, rounds: Sequence[Round] = ()) -> None:
         self.spec = spec
         self.rounds = tuple(rounds)
-        #: The gradient of the step under way, 1-D float32 of any stride; not to be changed.
+        #: The gradient of the step under way, 1-D float32, contiguous; not to be changed.
         self.gradient = NOTHING
         #: What came of the last round.
         self.messages: Sequence[Tensor] = ()
-        #: The coder that works in the next step: this, or another inside. Equal on all workers.
+        #: The coder that works in the next step: this, or in a warm-up another. Equal on all workers.
         self.working: Coder = self
-        #: The coder that works in its place in a warm-up; None for `Full`.
+        #: That other coder; None for `Full`.
         self.in_warmup: Coder | None = None
+        self._warmup = 0
         #: Which elements of the gradient each residual is about that error feedback may remember, by key.
         self.residuals: dict[str, range] = {}
         #: Gives v, and takes what is not sent, by key. Error feedback puts its residuals here.
         self.memory: dict[str, Memory] = defaultdict(Memory)
+        #: With error feedback what was not sent, by key.
+        self.unsent: dict[str, Residual] = {}
         #: How many steps counted.
         self.steps = 0
         self._samples = 1.0
@@ -210,7 +213,7 @@ class Coder(ABC):
         """Write the mean over the workers, or their sum, as the spec says.
 
         Args:
-            out: 1-D float32 of any stride. It may be the gradient itself.
+            out: 1-D float32, contiguous. It may be the gradient itself.
         """
 
     def register_state(self, name: str, now: Tensor) -> State:
@@ -225,6 +228,27 @@ class Coder(ABC):
 
     # ------------------------------------------------------------------------------ what is around it calls these
 
+    def remember(self, decay: float = 1.0, warmup: int = 0) -> None:
+        """Begin error feedback, see `hybridpar.compress.memory`.
+
+        Args:
+            decay: As in `Codec`, and so is the next.
+            warmup: Number of steps in which another coder works.
+        """
+        device = self.spec.device
+        self.unsent = {key: Residual.zeros(len(part), device, decay) for key, part in self.residuals.items()}
+        self.memory.update(self.unsent)
+        self._warmup, self.in_warmup = warmup, self.in_warmup or Full(replace(self.spec, wire=torch.float32))
+        self._choose()
+
+    def _choose(self) -> None:
+        self.working = self.in_warmup if self.in_warmup is not None and self.steps < self._warmup else self
+
+    def residual_squares(self) -> Tensor:
+        """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it."""
+        lefts = [residual.left for residual in self.unsent.values()]
+        return sum((torch.dot(left, left) for left in lefts), start=torch.zeros((), device=self.spec.device))
+
     def set_samples(self, samples: float) -> None:
         """Say how many samples the coming steps have.
 
@@ -232,6 +256,8 @@ class Coder(ABC):
             samples: As a multiple of what options are given for.
         """
         self._samples = samples
+        if self.in_warmup is not None and self.in_warmup is not self:
+            self.in_warmup.set_samples(samples)
 
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -250,19 +276,31 @@ class Coder(ABC):
 
         It is asked for once, after the first step.
         """
-        return Decoded(self.finish, self.spec.count, self.spec.device)
+        return Decoded(self)
 
     def commit(self) -> None:
         """The step counts."""
         self.steps += 1
+        if self.working is not self:
+            self.working.commit()
+            self._choose()
+            return
         for state in self._states.values():
             state.commit()
         for memory in self.memory.values():
             memory.commit()
 
+    def message_state(self) -> dict[str, Any]:
+        """What it must know to read messages, beside them."""
+        return {"steps": self.steps, **{name: state.now.clone() for name, state in self._states.items()}}
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain tensors and numbers; loadable with `weights_only`."""
-        return {"steps": self.steps, **{name: state.now.clone() for name, state in self._states.items()}}
+        state = self.message_state()
+        if self.unsent:
+            residuals = {key: residual.left.clone() for key, residual in self.unsent.items()}
+            state |= {"shape": list(self.spec.shape), "residuals": residuals}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -273,9 +311,23 @@ class Coder(ABC):
         Raises:
             CheckpointError: The state belongs to another shape, worker or number of workers.
         """
+        saved: Mapping[str, Tensor] = state.get("residuals", {})
+        sizes = {key: residual.numel() for key, residual in saved.items()}
+        needed = {key: residual.left.numel() for key, residual in self.unsent.items()}
+        shape = list(self.spec.shape)
+        if sizes != needed or (needed and state["shape"] != shape):
+            raise CheckpointError(
+                f"the residuals of {self.spec.name!r} have sizes {sizes} for the shape {state.get('shape')}, and "
+                f"{needed} for {shape} are needed",
+                "They depend on the codec, its options, the number of workers and the worker's rank.",
+                "Resume with the same of these, or without residuals.",
+            )
         for name, mine in self._states.items():
             mine.load(state[name], self.spec.name)
+        for key, residual in saved.items():
+            self.unsent[key].left.copy_(residual)
         self.steps = int(state["steps"])
+        self._choose()
 
 
 class Full(Coder):
@@ -308,74 +360,6 @@ class Full(Coder):
             torch.div(reduced, self.spec.divisor, out=out)
         else:
             out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
-
-
-class FeedbackCoder(Coder):
-    """A coder with error feedback around it, see `hybridpar.compress.memory`. It does no work of its steps itself.
-
-    Args:
-        spec: The parameter.
-        later: The coder that works once a warm-up is over. What it does not send is remembered for it.
-        decay: As in `Codec`, and so is the next.
-        warmup: Number of steps before.
-    """
-
-    def __init__(self, spec: TensorSpec, later: Coder, decay: float = 1.0, warmup: int = 0) -> None:
-        super().__init__(spec, later.rounds)
-        self._warmup, self._first, self._later = warmup, later.in_warmup or Full(spec), later
-        self.residuals = later.residuals
-        #: What was not sent, by key.
-        self.unsent = {key: Residual.zeros(len(part), spec.device, decay) for key, part in self.residuals.items()}
-        later.memory.update(self.unsent)
-        self._choose()
-
-    def _choose(self) -> None:
-        self.working = self._first if self.steps < self._warmup else self._later
-
-    def residual_squares(self) -> Tensor:
-        """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it."""
-        lefts = [residual.left for residual in self.unsent.values()]
-        return sum((torch.dot(left, left) for left in lefts), start=torch.zeros((), device=self.spec.device))
-
-    def set_samples(self, samples: float) -> None:
-        self._first.set_samples(samples)
-        self._later.set_samples(samples)
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        raise NotImplementedError("`working` does the work")
-
-    def finish(self, out: Tensor) -> None:
-        raise NotImplementedError("`working` does the work")
-
-    def commit(self) -> None:
-        self.steps += 1
-        self.working.commit()
-        if self.steps == self._warmup:
-            self._choose()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals by key, how many steps counted, and the inner coder's state."""
-        residuals = {key: residual.left.clone() for key, residual in self.unsent.items()}
-        shape = list(self.spec.shape)
-        return {"shape": shape, "steps": self.steps, "residuals": residuals, "inner": self._later.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved: Mapping[str, Tensor] = state["residuals"]
-        sizes = {key: residual.numel() for key, residual in saved.items()}
-        needed = {key: len(part) for key, part in self.residuals.items()}
-        shape = list(self.spec.shape)
-        if sizes != needed or state["shape"] != shape:
-            raise CheckpointError(
-                f"the residuals of {self.spec.name!r} have sizes {sizes} for the shape {state['shape']}, and {needed} "
-                f"for {shape} are needed",
-                "They depend on the codec, its options, the number of workers and the worker's rank.",
-                "Resume with the same of these, or without residuals.",
-            )
-        self._later.load_state_dict(state["inner"])
-        for key, residual in saved.items():
-            self.unsent[key].left.copy_(residual)
-        self.steps = int(state["steps"])
-        self._choose()
 
 
 #: Types in which floating-point messages are sent, by name.
@@ -448,17 +432,20 @@ class Codec(ABC):
             spec: The parameter, who exchanges it, and the type in which floating-point messages are sent.
         """
 
-    def bind(self, spec: TensorSpec) -> Coder:
+    def bind(self, spec: TensorSpec, *, remembers: bool = True) -> Coder:
         """The same, with error feedback and casts; that of `none` where the codec does not fit.
 
         Args:
             spec: The parameter, and who exchanges it.
+            remembers: Whether it is to write messages; one that only reads them needs no memory.
         """
         if not self.fits(spec.shape):
             return Full(spec)
         self.prepare(spec.device)
         coder = self.coder(spec if self.cast == "fp32" else replace(spec, wire=WIRE_TYPES[self.cast]))
-        return FeedbackCoder(spec, coder, self.decay, self.warmup) if self.feedback else coder
+        if self.feedback and remembers:
+            coder.remember(self.decay, self.warmup)
+        return coder
 
 
 @dataclass(frozen=True, kw_only=True)

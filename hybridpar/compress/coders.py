@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridpar.comm.group import Group, split
 from hybridpar.comm.world import World
 from hybridpar.compress.codec import Coder, TensorSpec
-from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
+from hybridpar.compress.exchange import Exchange, PhaseTimer
 from hybridpar.compress.nodes import Leaders, NodeWorlds
 from hybridpar.compress.policy import Policy
 from hybridpar.errors import SyncError
@@ -47,7 +47,7 @@ def in_rows(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
         view.copy_(part.clone().view(view.shape))
 
 
-class BucketExchange:
+class BucketExchange(Exchange):
     """Exchanges the gradients of a bucket by codecs; where there are nodes, between them (`hybridpar.compress.nodes`).
 
     Coders are None for parameters that another worker of the node leads; `share` is what a node multiplies its sum
@@ -55,19 +55,10 @@ class BucketExchange:
     """
 
     def __init__(self, parameters: Sequence[Tensor], coders: Sequence[Coder | None], share: float = 1.0) -> None:
+        super().__init__([coder for coder in coders if coder is not None])
         self._parameters, self._share = parameters, share
         self._sizes = list(map(torch.numel, parameters))
         self._leads = [coder is not None for coder in coders]
-        led = [coder for coder in coders if coder is not None]
-        #: What goes by codecs, if this worker leads any of it.
-        self.coded = Exchange(led) if led else None
-        #: Elements of that.
-        self.led = sum(coder.spec.count for coder in led)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes that this worker sends by codecs in the next step; those inside a node are not counted."""
-        return self.coded.traffic if self.coded is not None else Traffic()
 
     def add(self, flat: Tensor, across: Group | None, inside: Group | None = None) -> PhaseTimer | None:
         """Replace gradients by their sum or mean, over those who lead and this worker's node."""
@@ -79,9 +70,9 @@ class BucketExchange:
             parts = split(flat, self._sizes)
             mine = [part for part, leads in zip(parts, self._leads, strict=True) if leads]
             timer = None
-            if self.coded is not None:
+            if mine:
                 assert across is not None
-                timer = self.coded.run(across, mine, mine)
+                timer = self.run(across, mine, mine)
             for part, leads in zip(parts, self._leads, strict=True):
                 if not leads:
                     part.zero_()
@@ -107,8 +98,8 @@ class ParameterCoders:
         # Who exchanges by the codec: all workers, or one of each node.
         self._party = world if nodes is None else nodes.across
         self._ranks = self._party.rank, self._party.size
-        self._members = nodes.nodes.members if nodes is not None else ()
-        self._leaders = Leaders(nodes.nodes.leaders if nodes is not None else 1)
+        self._node_sizes = [] if nodes is None else [len(node) for node in nodes.nodes]
+        self._leaders = Leaders(min(self._node_sizes, default=1))
         self._coders: dict[str, Coder] = {}
         self._saved: dict[str, Any] = {}
         self._samples = 1.0
@@ -116,8 +107,8 @@ class ParameterCoders:
     def exchange_of(self, names: Sequence[str], parameters: Sequence[Tensor]) -> BucketExchange:
         """A new exchange of some parameters; for between nodes with coders of those alone that this worker leads."""
         share = 1.0
-        if self._members and self._average:  # a node hands over the part of the mean that it has to add
-            share = len(self._members) / sum(map(len, self._members))
+        if self._nodes is not None and self._average:  # a node hands over the part of the mean that it has to add
+            share = len(self._node_sizes) / sum(self._node_sizes)
         coders = [
             self._coder(name, parameter) if self._leads(name, parameter) else None
             for name, parameter in zip(names, parameters, strict=True)
@@ -149,12 +140,8 @@ class ParameterCoders:
     def _load(self, state: Mapping[str, Any]) -> None:
         """Forget all coders; those that are made from now on go on from a state."""
         self._coders, self._saved = {}, dict(state.get("parameters", {}))
-        if self._members and "leaders" in state:
+        if self._nodes is not None and "leaders" in state:
             self._leaders.chosen = dict(state["leaders"])
-
-    @property
-    def _node_sizes(self) -> list[int]:
-        return [len(node) for node in self._members]
 
     def _leads(self, name: str, parameter: Tensor) -> bool:
         """Whether this worker exchanges a parameter by its codec."""

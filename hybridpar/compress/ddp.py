@@ -87,12 +87,13 @@ class CodecState(ParameterCoders):
         self._used: list[BucketExchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
-        self._group = TorchGroup(group)
+        world = world_of(group, model)
+        self._group = world.lane_groups[0]
         answers = self._group.gather(f"{policy}, seed {seed}{', hierarchical' if hierarchical else ''}")
         table = "; ".join(f"worker {rank}: {text}" for rank, text in enumerate(answers))
         alike = len(set(answers)) == 1
         check(alike, f"the workers do not agree: {table}", "One codec is used by all.", "Start all alike.")
-        world, everybody = _world_of(group), [range(self._group.size)]
+        everybody = [range(world.size)]
         nodes = NodeWorlds.open(world, everybody, 1) if hierarchical else None
         super().__init__(policy, world, seed, nodes, average=True)
         # Those with whom this worker exchanges by the codec, where it is not alone, and its node.
@@ -150,8 +151,7 @@ class CodecState(ParameterCoders):
         """The step that was exchanged last is over: its residuals count if all of it arrived, and is finite."""
         arrived = len(self._finite) == len(self._used)
         for exchange in self._used if arrived and all(self._finite) else ():
-            if exchange.coded is not None:
-                exchange.coded.commit()
+            exchange.commit()
         self.rollback()
 
     def rollback(self) -> None:
@@ -198,8 +198,8 @@ class CodecState(ParameterCoders):
                 state = {**state, "parameters": {}, "leaders": {}}
         elif not self.fits(state):
             raise CheckpointError(
-                f"the state of worker {state['rank']} of {state['workers']}, and this is {self._ranks[0]} of "
-                f"{self._ranks[1]}",
+                f"the state of {_worker_text(state['rank'], state['workers'], state['nodes'])}, and this is "
+                f"{_worker_text(*self._ranks, self._node_sizes)}",
                 "Each worker keeps what it did not send.",
                 "Give each worker the state that it saved, or start without them.",
             )
@@ -280,14 +280,20 @@ def _on_thread(run: Callable[[], Tensor], thread: ThreadPoolExecutor) -> torch.f
 CodecState.exchange.__annotations__ = {}  # DDP compares them with its own types, and ours are text
 
 
-def _world_of(group: dist.ProcessGroup | None) -> World:
-    """The workers of a process group; the default one where it is None."""
-    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    on_cpu = dist.get_backend(group) == "gloo" and not torch.cuda.is_available()
+def _worker_text(rank: int, workers: int, nodes: Sequence[int]) -> str:
+    on_nodes = f" on nodes of {', '.join(map(str, nodes))} workers" if nodes else ""
+    return f"worker {rank} of {workers}{on_nodes}"
+
+
+def world_of(group: dist.ProcessGroup | None, model: nn.Module) -> World:
+    """The workers of a process group that train a model; of the default one where it is None."""
+    control, members = TorchGroup(group), dist.get_process_group_ranks(group or dist.group.WORLD)
     return World(
-        *(dist.get_rank(group), len(members), torch.device("cpu" if on_cpu else "cuda"), timeout_of(group)),
-        control=group or dist.group.WORLD,
+        *(control.rank, control.size, next(model.parameters()).device, timeout_of(group)),
+        lane_groups=[control],
+        control=control,
+        transport=control.transport,
         share_memory=False,
-        members=members,
+        members=tuple(members),
         job_size=dist.get_world_size(),
     )

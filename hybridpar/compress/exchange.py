@@ -258,7 +258,7 @@ class Exchange:
     One exchange runs on one lane at a time. Its memory is made once, when the rounds are first known.
 
     Args:
-        coders: One per parameter, in an order that is equal on all workers; at least one.
+        coders: One per parameter, in an order that is equal on all workers.
 
     Raises:
         ValueError: The coders are bound to different workers, or two of them to one parameter.
@@ -266,11 +266,11 @@ class Exchange:
 
     def __init__(self, coders: Sequence[Coder]) -> None:
         workers = {(coder.spec.rank, coder.spec.workers) for coder in coders}
-        if len(workers) != 1 or len({coder.spec.name for coder in coders}) != len(coders):
+        if len(workers) > 1 or len({coder.spec.name for coder in coders}) != len(coders):
             raise ValueError(f"an exchange needs coders of one worker and of different parameters, not {workers}")
         self.coders = tuple(coders)
         self._lasting = [coder for coder in coders if coder.lasts]
-        self._scratch = Scratch(coders[0].spec.device)
+        self._scratch = Scratch(coders[0].spec.device if coders else torch.device("cpu"))
         # The coders that work in this step, what they declare, and how that is laid out.
         self._working: list[Coder] = []
         self._rounds: list[tuple[Round, ...]] = []
@@ -290,8 +290,8 @@ class Exchange:
 
         Args:
             group: The workers; their ranks are those that the coders are bound to.
-            gradients: One per coder, 1-D float32.
-            outs: Where the mean over the workers goes, or the sum; 1-D float32. They may be the gradients.
+            gradients: One per coder, 1-D float32 of any stride.
+            outs: Where the mean over the workers goes, or the sum; as the gradients, and they may be those.
 
         Returns:
             Where its time went.
@@ -306,10 +306,13 @@ class Exchange:
         for coder, gradient in zip(self._working, gradients, strict=True):
             _check_gradient(coder.spec, gradient)
         for coder, gradient in zip(self._working, gradients, strict=True):
-            coder.gradient = gradient
+            coder.gradient = gradient.contiguous()
         self._meet(group, timer, written=False)
         for coder, out in zip(self._working, outs, strict=True):
-            coder.finish(out)
+            result = out.contiguous()
+            coder.finish(result)
+            if result is not out:
+                out.copy_(result)
         timer.end("decode")
         return timer
 
@@ -327,7 +330,7 @@ class Exchange:
             return self._traffic
         self._working, self._rounds, self._meetings = working, rounds, []
         first: dict[int, Sequence[Tensor]] = {}
-        for index in range(max(map(len, rounds))):
+        for index in range(max(map(len, rounds), default=0)):
             kinds: dict[tuple[Collective, torch.dtype], list[int]] = defaultdict(list)
             for number, entries in enumerate(rounds):
                 if index < len(entries):
@@ -353,7 +356,7 @@ class Exchange:
 
         Args:
             index: Of its coder.
-            gradient: 1-D float32.
+            gradient: 1-D float32, contiguous.
 
         Raises:
             UsageError: The gradient does not fit.

@@ -15,46 +15,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World
 from hybridpar.machine.process import host_identity
 
+#: Ranks of the workers of a party by node, each ascending.
+Nodes = tuple[tuple[int, ...], ...]
 
-@dataclass(frozen=True)
-class Nodes:
-    """Which workers are on which node.
 
-    Attributes:
-        members: The workers' ranks by node, each ascending.
-    """
+def nodes_of(names: Sequence[object]) -> Nodes:
+    """Workers with equal names are on one node."""
+    ranks: dict[object, list[int]] = defaultdict(list)
+    for rank, name in enumerate(names):
+        ranks[name].append(rank)
+    return tuple(map(tuple, ranks.values()))
 
-    members: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def of(cls, names: Sequence[object]) -> Nodes:
-        """Workers with equal names are on one node."""
-        ranks: dict[object, list[int]] = defaultdict(list)
-        for rank, name in enumerate(names):
-            ranks[name].append(rank)
-        return cls(tuple(map(tuple, ranks.values())))
-
-    @property
-    def share(self) -> bool:
-        """Whether a node has several workers."""
-        return len(self.members) < sum(map(len, self.members))
-
-    @property
-    def leaders(self) -> int:
-        """How many workers of each node lead."""
-        return min(map(len, self.members))
-
-    @property
-    def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Workers that lead together, one of each node; then those that lead nothing, each alone."""
-        led = [tuple(sorted(node[index] for node in self.members)) for index in range(self.leaders)]
-        return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
+def columns_of(nodes: Nodes) -> list[list[int]]:
+    """Workers that lead together, one of each node; then those that lead nothing, each alone."""
+    led = [sorted(column) for column in zip(*nodes, strict=False)]
+    return [*led, *([rank] for node in nodes for rank in node[len(led) :])]
 
 
 class Leaders:
@@ -94,18 +75,19 @@ class NodeWorlds:
         nothing.
         """
         hosts = job.gather(host_identity())
-        divided = [Nodes.of([hosts[rank] for rank in party]) for party in parties]
-        if len(set(hosts)) == 1 or not any(nodes.share for nodes in divided):
+        divided = [nodes_of([hosts[rank] for rank in party]) for party in parties]
+        share = [len(nodes) < len(party) for party, nodes in zip(parties, divided, strict=True)]
+        if len(set(hosts)) == 1 or not any(share):
             return None
         inside, across = list[list[int]](), list[list[int]]()
-        for party, nodes in zip(parties, divided, strict=True):
-            inside += ([party[index] for index in node] for node in nodes.members)
-            columns = nodes.columns if nodes.share else [(index,) for index in range(len(party))]
+        for party, nodes, shares in zip(parties, divided, share, strict=True):
+            inside += ([party[index] for index in node] for node in nodes)
+            columns = columns_of(nodes) if shares else [[index] for index in range(len(party))]
             across += ([party[index] for index in column] for column in columns)
-        nodes = next(nodes for party, nodes in zip(parties, divided, strict=True) if job.rank in party)
         worlds = job.split(inside, lanes), job.split(across, lanes)
+        (mine,) = (number for number, party in enumerate(parties) if job.rank in party)
         # Worlds of one worker have nothing to close.
-        return cls(nodes, *worlds) if nodes.share else None
+        return cls(divided[mine], *worlds) if share[mine] else None
 
     def groups(self, lane: int) -> tuple[Group | None, Group | None]:
         """Who exchanges by codecs on a sync lane, and who adds inside the node; None where this worker is alone."""

@@ -27,7 +27,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import OWNER, WORKER, Memory, Scratch
 from hybridpar.compress.packing import aligned
-from hybridpar.compress.received import Messages, Received
+from hybridpar.compress.received import Decoded, Messages, Received
 
 #: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
 Meet = Literal["auto", "shard", "gather"]
@@ -91,20 +91,20 @@ class Quantiser(ABC):
 
         Args:
             message: What `encode` wrote, 1-D uint8.
-            out: C(v) / divisor goes here, or is added to what is here; of the stripe's shape and any stride.
+            out: C(v) / divisor goes here, or is added to what is here; of the stripe's shape.
             scratch: Memory to borrow.
             divisor: At least 1.
             add: Whether it is added.
         """
 
-    def received(self, plain: Received, messages: Messages) -> Received:
+    def received(self, coder: Coder, messages: Messages) -> Received:
         """What came of a step, where an optimizer can read messages as they are; here they must be decoded.
 
         Args:
-            plain: What decodes the messages.
+            coder: Of the parameter.
             messages: What was received.
         """
-        return plain
+        return Decoded(coder)
 
 
 class Plain(Quantiser):
@@ -209,7 +209,7 @@ class QuantisedCoder(Coder):
         return [(start, stop, [message[:size]]) for ((start, stop), size), message in received if size]
 
     def received(self) -> Received:
-        return self.quantiser.received(super().received(), self.by_stripe())
+        return self.quantiser.received(self, self.by_stripe())
 
     def finish(self, out: Tensor) -> None:
         """Messages are added by rank, so that all workers get the same bits."""

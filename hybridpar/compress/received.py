@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from hybridpar.comm.transport import flat_view
 
 if TYPE_CHECKING:
     from hybridpar.codegen.build import Function
-
-#: From so many values on, what is written is not read again before it would have left the caches.
-_STREAM = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -149,17 +146,15 @@ class Sum(Received):
 class Decoded(Received):
     """What a coder decodes."""
 
-    def __init__(self, decode: Callable[[Tensor], None], count: int, device: torch.device) -> None:
-        self._decode = decode
-        self._count = count
-        self._device = device
+    def __init__(self, coder: Any) -> None:
+        self._coder = coder  # a `Coder`, whose module imports this one
 
     def write(self, out: Tensor, start: int = 0) -> None:
-        self._decode(out)
+        self._coder.finish(out)
 
     def is_finite(self) -> bool:
-        out = torch.empty(self._count, dtype=torch.float32, device=self._device)
-        self._decode(out)
+        out = torch.empty(self._coder.spec.count, dtype=torch.float32, device=self._coder.spec.device)
+        self._coder.finish(out)
         return bool(torch.isfinite(out).all())
 
 
@@ -167,17 +162,15 @@ class Decoded(Received):
 Messages = list[tuple[int, int, list[Tensor]]]
 
 
-class Signs(Received):
+class Signs(Decoded):
     """Signs, and two levels for each group of `length` values; messages are [a0 of each][a1 of each][bits]."""
 
-    def __init__(self, plain: Received, length: int, parts: Messages) -> None:
-        self._plain, self._length, self._parts = plain, length, parts
+    def __init__(self, coder: Any, length: int, parts: Messages) -> None:
+        super().__init__(coder)
+        self._length, self._parts = length, parts
         self._levels = [
             message[: 8 * (stop - start)].view(torch.float32) for start, stop, messages in parts for message in messages
         ]
-
-    def write(self, out: Tensor, start: int = 0) -> None:
-        self._plain.write(out)
 
     def is_finite(self) -> bool:
         """Infinity and NaN reach the levels of their group."""
@@ -201,15 +194,12 @@ class Signs(Received):
         return True
 
 
-class Factors(Received):
+class Factors(Decoded):
     """A multiple of a matrix left^T right of two factors with a few rows each, those of the left of length 1."""
 
-    def __init__(self, plain: Received, factors: Callable[[], tuple[Tensor, Tensor]], scale: float) -> None:
-        self._plain = plain
+    def __init__(self, coder: Any, factors: Callable[[], tuple[Tensor, Tensor]], scale: float) -> None:
+        super().__init__(coder)
         self._factors, self._scale = factors, scale
-
-    def write(self, out: Tensor, start: int = 0) -> None:
-        self._plain.write(out)
 
     def is_finite(self) -> bool:
         """No value is larger than the sum of those of the right factor. NaN in the left is in the right as well."""
@@ -233,7 +223,7 @@ def hand_over(source: Tensor, target: Tensor, squares: Tensor) -> None:
         squares.copy_(torch.dot(target, target))
         return
     count = source.numel() // LANES * LANES
-    kernel(source.data_ptr(), target.data_ptr(), squares.data_ptr(), count, int(count >= _STREAM))
+    kernel(source.data_ptr(), target.data_ptr(), squares.data_ptr(), count)
     if count < source.numel():
         rest = source[count:]
         target[count:].copy_(rest)

@@ -13,14 +13,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hybridpar.comm.group import TorchGroup, timeout_of
-from hybridpar.comm.world import World
 from hybridpar.compress import Policy, read_policy
-from hybridpar.compress.ddp import CodecState, ddp_hook
+from hybridpar.compress.ddp import CodecState, ddp_hook, world_of
 from hybridpar.compress.policy import agree_on_policy, is_auto
 from hybridpar.errors import CheckpointError, UsageError, first_line
 
@@ -106,26 +103,17 @@ class DataParallel(DistributedDataParallel):
     def _register(self, compress: str | Policy, seed: int, fidelity: str) -> None:
         """Register the hook, where there is anything to compress."""
         group: Any = self.process_group
-        size = dist.get_world_size(group)
-        world = World(
-            dist.get_rank(group),
-            size,
-            next(self.module.parameters()).device,
-            timeout_of(group),
-            lane_groups=[TorchGroup(group)] if size > 1 else [],
-            control=group if size > 1 else None,
-            transport=dist.get_backend(group),
-        )
+        world = world_of(group, self.module)
         agreed = agree_on_policy(compress, dict(self.module.named_parameters()), world, fidelity)
         if not isinstance(agreed, Policy):
             from hybridpar.planner.codecs import choose_codecs
 
-            text, lines = choose_codecs(self.module, world, fidelity, _BUCKET_BYTES, size)
+            text, lines = choose_codecs(self.module, world, fidelity, _BUCKET_BYTES, world.size)
             for line in lines if world.rank == 0 else ():
                 _log.warning(line)  # shown also where logging is not set up
             agreed = read_policy(text)
-        self._may_differ = size == 1 or is_auto(compress)
-        if agreed.changes_nothing or size == 1:
+        self._may_differ = world.size == 1 or is_auto(compress)
+        if agreed.changes_nothing or world.size == 1:
             return
         state, hook = ddp_hook(agreed, self.module, group=group, seed=seed, hierarchical=True)
         try:

@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
@@ -393,8 +392,8 @@ def why_not_captured(
     if positions > 1:
         what = f"the stages of a replica on {positions} workers"
         return what, "A graph is of one GPU, which has all stages of a replica where --replicas and --nproc are equal."
-    if world.size > 1 and "cuda:nccl" not in (backend := str(dist.get_backend_config(world.control))):
-        what = f"{world.size} workers over {backend!r}"
+    if world.size > 1 and world.transport != "nccl":
+        what = f"{world.size} workers over {world.transport!r}"
         return what, "Only NCCL adds gradients on the GPU itself, where it can be captured."
     for optimizer in optimizers:
         fused = all(group.get("fused") for group in optimizer.param_groups)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.planner.costs import CandidateCosts
 from hybridpar.planner.cuts import StageFigures
 from hybridpar.planner.inputs import PlannerInputs
@@ -82,7 +81,7 @@ def device_bytes(
         for weights_held, state_held, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
     ]
     if kind == "cpu":
-        beside = PROCESS_BYTES + _shared_bytes(inputs, job.replicas, layout, figures, hosts)
+        beside = PROCESS_BYTES + (_arriving_bytes(inputs, figures) if hosts > 1 and job.replicas > 1 else 0)
         needs = [need + beside for need in needs]
     if holds_all and not sharded:
         needs[0] = max(needs[0], lasting[0] + divided * sum(figures.parameter_bytes))
@@ -91,18 +90,11 @@ def device_bytes(
     ]
 
 
-def _shared_bytes(inputs: PlannerInputs, replicas: int, layout: Layout, figures: StageFigures, hosts: int) -> int:
-    """What workers of one host share to hand tensors from stage to stage.
-
-    Between hosts each lane has memory in which a bucket arrives.
-    """
-    if hosts > 1:
-        buckets = [
-            bucket for parameters in figures.parameters for bucket in stage_buckets(parameters, inputs.bucket_bytes)
-        ]
-        sizes = sorted((4 * sum(parameter.count for parameter in bucket) for bucket in buckets), reverse=True)
-        return sum(sizes[: inputs.sync_lanes]) if replicas > 1 else 0
-    return 2 * CHUNK_BYTES if layout.workers > 1 else 0
+def _arriving_bytes(inputs: PlannerInputs, figures: StageFigures) -> int:
+    """Between hosts each lane has memory in which a bucket arrives."""
+    buckets = [bucket for parameters in figures.parameters for bucket in stage_buckets(parameters, inputs.bucket_bytes)]
+    sizes = sorted((4 * sum(parameter.count for parameter in bucket) for bucket in buckets), reverse=True)
+    return sum(sizes[: inputs.sync_lanes])
 
 
 def _gradient_bytes(figures: StageFigures, replicas: int, micro_batches: int, bucket_bytes: int) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ push brings that along. What a message leaves out of the gradient stays with the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from hybridpar.compress import Coder, Collective, Policy, Round, TensorSpec, format_codec
 from hybridpar.compress.codec import Full
-from hybridpar.compress.memory import Residual, Scratch
+from hybridpar.compress.memory import Scratch
 from hybridpar.errors import check
 from hybridpar.server.stripes import Piece, Stripe
 
@@ -70,7 +69,7 @@ class PushEncoder:
             current.scratch = self._scratch
             full = isinstance(current, Full) and current.spec.wire == torch.float32
             if self._reads_state[number] and not full:
-                states[number] = current.state_dict()
+                states[number] = current.message_state()
             current.gradient = gradient
             messages.append(gradient if full else [_write(current, *entry) for entry in enumerate(current.rounds)])
         return messages, states
@@ -105,14 +104,11 @@ class PushDecoder:
 
     def __init__(self, policy: Policy, stripe: Stripe) -> None:
         codecs = [policy.codec_of(piece.name) for piece in stripe.pieces]
-        plain = [replace(codec, feedback=False) for codec in codecs]
-        self._coders = [codec.bind(_spec(piece)) for codec, piece in zip(plain, stripe.pieces, strict=True)]
+        pieces = zip(codecs, stripe.pieces, strict=True)
+        self._coders = [codec.bind(_spec(piece), remembers=False) for codec, piece in pieces]
         self._reads_state = [codec.reads_state for codec in codecs]
-        self._remembers = [codec.feedback for codec in codecs]
         self._ranges = stripe.ranges
         self._scratch = Scratch(torch.device("cpu"))
-        most = max((piece.count for piece in stripe.pieces), default=0)
-        self._zeros, self._spare = torch.zeros(most), torch.empty(most)
 
     def decode(self, pieces: Sequence[PieceMessage], states: Mapping[int, Mapping[str, Any]], out: Tensor) -> None:
         """Decode a push.
@@ -137,9 +133,6 @@ class PushDecoder:
         coder.scratch = self._scratch
         if self._reads_state[number]:
             coder.load_state_dict(state)
-        if self._remembers[number]:  # some decode otherwise where what is left out stays
-            sizes = {key: len(part) for key, part in coder.residuals.items()}
-            coder.memory.update({key: Residual(self._zeros[:size], self._spare[:size]) for key, size in sizes.items()})
         for index, (entry, came) in enumerate(zip(coder.rounds, messages, strict=True)):
             _check_message(came, sum(entry.sizes), entry.dtype)
             coder.read(index, [came])

@@ -105,7 +105,7 @@ class Process:
         """The server of this process's shard; the others find its address."""
         number = self.rank - self.workers if self.servers else self.rank
         config = expand(config, total_steps=None, replicas=1)  # learning rates per sample
-        server = ShardServer(config, Rules.of(config, self.workers), number, self.token, own_host())
+        server = ShardServer(config, Rules.of(config, self.workers), number, self.token, this_host())
         self.store.set(f"shard/{number}", server.address)
         return server
 
@@ -168,7 +168,7 @@ def find_process(config: TrainConfig) -> Process:
     return Process(rank, size - servers, servers, apart, token, os.environ.get(JOINS_VARIABLE) == "1")
 
 
-def own_host() -> str:
+def this_host() -> str:
     """The address of this host by which the others of the job reach it."""
     host = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":

@@ -66,21 +66,12 @@ class Rules:
     rate: float = 1.0
 
     @classmethod
-    def synchronous(cls, learners: int) -> Rules:
-        """One gradient of each learner; nothing is ever stale.
-
-        Args:
-            learners: How many there are.
-        """
-        return cls(learners, collect=learners, barrier=True)
-
-    @classmethod
     def soft(cls, learners: int, split: int, scale: str = "inverse", bound: int | None = None) -> Rules:
         """`split`-softsync.
 
         Args:
             learners: Number of learners.
-            split: n, from 1 to the number of learners.
+            split: n, from 1 to the number of learners, with which every gradient is an update.
             scale: A name in `SCALES`.
             bound: See the class.
 
@@ -91,17 +82,6 @@ class Rules:
             raise UsageError(f"softsync:{split} with {learners} learners", f"n is from 1 to {learners}.")
         check(scale in SCALES, f"unknown rule of staleness {scale!r}", fix=f"Use one of {', '.join(SCALES)}.")
         return cls(learners, learners // split, False, split, SCALES[scale], bound)
-
-    @classmethod
-    def asynchronous(cls, learners: int, scale: str = "inverse", bound: int | None = None) -> Rules:
-        """Every gradient is an update.
-
-        Args:
-            learners: How many there are.
-            scale: Name of a rule of `SCALES`.
-            bound: As in `Rules`.
-        """
-        return cls.soft(learners, learners, scale, bound)
 
     @classmethod
     def of(cls, config: SyncConfig, workers: int) -> Rules:
@@ -120,7 +100,7 @@ class Rules:
         """
         options = config.parameter_servers
         if not isinstance(options, AsyncServers):
-            return cls.synchronous(workers)
+            return cls(workers, collect=workers, barrier=True)
         rules = cls.soft(workers, options.split_count(workers), options.staleness, options.max_staleness)
         return replace(rules, rate=rules.collect / workers)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.errors import SyncError, UsageError
+from hybridpar.errors import SyncError
 from hybridpar.optim.build import counters_of, fill_momentum, optimizer_by_name, put_counters
 from hybridpar.server.rules import Clipping, Rules
 from hybridpar.server.stripes import Stripe
@@ -40,26 +40,24 @@ class Push:
         learner: Who.
         sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
         clock: Clock of the weights that the gradient was computed on.
-        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
+        weight: What it is multiplied with, before staleness: with a barrier in the sum of an update, else in the mean.
         rate: Learning rate, as a fraction of the peak rate.
         samples: Samples that it is of.
         loss: Their mean loss.
         sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
             update takes one of each learner, it does not happen.
         unused: Numbers of the stripe's pieces for which there was no gradient.
-        factor: What it is multiplied with to be clipped.
     """
 
     learner: int
     sequence: int
     clock: int
-    weight: float | None = None
+    weight: float = 1.0
     rate: float = 1.0
     samples: int = 1
     loss: float = 0.0
     sound: bool = True
     unused: frozenset[int] = frozenset()
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,7 @@ class Shard:
         clipping: Clipping | None = None,
         statistics: Tensor | None = None,
     ) -> None:
-        if values.shape != (stripe.count,):
-            raise UsageError(f"{tuple(values.shape)} values for a stripe of {stripe.count}")
+        assert values.shape == (stripe.count,)
         self.stripe, self.rules, self.limit = stripe, rules, limit
         self.values = values.detach().to(torch.float32, copy=True)
         #: A tensor that is replaced, and never written to.
@@ -299,8 +296,7 @@ class Shard:
             learner: Its number.
             sequence: Number of the push.
         """
-        known = self._learners.get(learner)
-        return known is None or sequence > known.last.sequence
+        return sequence > self._learners[learner].last.sequence
 
     @torch.no_grad()
     def push(self, push: Push, gradient: Tensor, statistics: Tensor | None = None) -> list[Answer]:
@@ -314,22 +310,12 @@ class Shard:
 
         Returns:
             Who may go on; in the order in which they are to be answered.
-
-        Raises:
-            SyncError: The learner is unknown, or says that its weights are newer than the shard's.
         """
-        known = self._learners.get(push.learner)
-        if known is None:
-            raise SyncError(f"worker {push.learner} pushed a gradient and has not joined")
+        known = self._learners[push.learner]
         if not self.expects(push.learner, push.sequence):  # answered again, unless it is still waiting
             return [] if known.waiting else [replace(known.last, clock=self.clock, repeated=True)]
         staleness = self.clock - push.clock
-        if staleness < 0:
-            raise SyncError(
-                f"worker {push.learner} has weights of update {push.clock}, and this shard is at {self.clock}",
-                "Weights come from the shard, so they cannot be newer.",
-                "Resume all processes from one checkpoint.",
-            )
+        assert staleness >= 0, "weights come from the shard"
         statistics = self.statistics if statistics is None else statistics
         if statistics.shape != self.statistics.shape:
             raise ValueError(f"{tuple(statistics.shape)} running statistics, and not {tuple(self.statistics.shape)}")
@@ -355,7 +341,7 @@ class Shard:
 
     def _add(self, push: Push, gradient: Tensor, scale: float) -> None:
         """Add a gradient to those of the next update."""
-        weight = scale * push.factor * (1 / self.rules.collect if push.weight is None else push.weight)
+        weight = scale * push.weight * (1.0 if self.rules.barrier else 1 / self.rules.collect)
         if self._added:
             self._total.add_(gradient, alpha=weight)
         else:
@@ -388,12 +374,7 @@ class Shard:
 
         Returns:
             Who may go on.
-
-        Raises:
-            SyncError: No update waits for it.
         """
-        if self.squares is None:
-            raise SyncError("the norm of a gradient came for which nothing waits")
         self.squares = None
         factor = self._clipping.factor(squares)
         if factor != 1.0:

@@ -63,10 +63,6 @@ class ServerMessage:
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
 
-def _nothing() -> Tensor:
-    return torch.empty(0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hello(ServerMessage):
     """A worker comes, for the first time or again. Answer: `Weights`, or `Missing`.
@@ -118,7 +114,7 @@ class Gradient(ServerMessage, Push):
 
     pieces: list[Tensor | list[Tensor]]
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
-    statistics: Tensor = field(default_factory=_nothing)
+    statistics: Tensor = field(default_factory=lambda: torch.empty(0))
     stop: bool = False
     save: bool = False
     heard: int | None = None

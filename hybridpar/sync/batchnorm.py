@@ -180,7 +180,7 @@ class _Pooled:
         if counts and pool.counts[index]:  # the layer runs twice in a forward pass
             pool.fold()
         if pool.group is not None:
-            output, *each = normalise_over_replicas(input, self.weight, self.bias, self.eps, pool.group)
+            output, *each = NormaliseOverReplicas.apply(input, self.weight, self.bias, self.eps, pool.group)
             output = self.activate(output) if hasattr(self, "activate") else output
             moments = torch.stack(each).to(self.running_mean.dtype)
         else:
@@ -412,17 +412,10 @@ class ReplicaBuffers:
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
 
-def normalise_over_replicas(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch normalisation in training, by the moments over all replicas; a collective in both directions."""
-    output, mean, variance = _Normalise.apply(input, weight, bias, eps, group)
-    return output, mean, variance
+class NormaliseOverReplicas(torch.autograd.Function):
+    """Batch normalisation in training, by the moments over all replicas; a collective in both directions.
 
-
-class _Normalise(torch.autograd.Function):
-    """Ioffe and Szegedy 2015, algorithm 1 and its gradients, with sums over replicas.
-
+    Ioffe and Szegedy 2015, algorithm 1 and its gradients, with sums over replicas.
     Forward, per channel: the sums of x and x^2 and the count are added over the replicas. Backward: so are the sums of
     dy and dy z, where z = (x - mean) s and s = 1 / sqrt(var + eps). With n values,
     dx = w s (dy - sum(dy) / n - z sum(dy z) / n).

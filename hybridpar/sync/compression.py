@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Coder, Exchange, PhaseTimer, Policy
-from hybridpar.compress.codec import FeedbackCoder, Full
+from hybridpar.compress.codec import Full
 from hybridpar.compress.coders import BucketExchange, ParameterCoders
 from hybridpar.compress.nodes import NodeWorlds
 from hybridpar.lanes.base import start_copy
@@ -89,27 +89,25 @@ class Compression(ParameterCoders):
 
     def exchange(self, bucket: Bucket) -> Exchange:
         """What sends a bucket whose gradients are encoded one by one."""
-        exchange = self._exchanges[bucket.index].coded
-        assert exchange is not None
-        return exchange
+        return self._exchanges[bucket.index]
 
     def add(self, bucket: Bucket, flat: Tensor, group: Group) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them."""
-        across, inside = (group, None) if self._nodes is None else self._nodes.groups(self._groups.index(group))
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
-            return add_plainly(bucket, flat, inside if self._on_one_node and inside else group, self._world.size)
+            return add_plainly(bucket, flat, group)
+        across, inside = (group, None) if self._nodes is None else self._nodes.groups(self._groups.index(group))
         timer = exchange.add(flat, across, inside)
-        return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), exchange.traffic.wire, timer)
+        led = sum(coder.spec.count for coder in exchange.coders)
+        return BucketCost(all_reduce_bytes(4 * led, self._party.size), exchange.traffic.wire, timer)
 
     def settle(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
         """A step is over, in which all buckets were added."""
         for exchange in self._exchanges.values() if committed else ():
-            if exchange.coded is not None:
-                exchange.coded.commit(unused)
+            exchange.commit(unused)
         if costs is not None and self._steps % RESIDUAL_EVERY == 0:
             for name, coder in self._coders.items():
-                if isinstance(coder, FeedbackCoder):
+                if coder.unsent:
                     costs.residuals[name] = coder.residual_squares()
         self._steps += 1
 
@@ -164,7 +162,7 @@ class Compression(ParameterCoders):
     @property
     def _on_one_node(self) -> bool:
         """Whether the workers are all on one of several nodes, where codecs are used between nodes alone."""
-        return self._nodes is not None and len(self._nodes.nodes.members) == 1
+        return len(self._node_sizes) == 1
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; `settle_codecs` afterwards.
@@ -178,13 +176,13 @@ class Compression(ParameterCoders):
         self.cut(self._buckets)  # coders are made anew
 
 
-def add_plainly(bucket: Bucket, flat: Tensor, group: Group, workers: int) -> BucketCost:
+def add_plainly(bucket: Bucket, flat: Tensor, group: Group) -> BucketCost:
     """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted."""
     timer = PhaseTimer(flat.device) if flat.device.type == "cpu" else None
     group.all_reduce(flat)
     if timer is not None:
         timer.end("wire")
-    sent = all_reduce_bytes(bucket.bytes, workers)
+    sent = all_reduce_bytes(bucket.bytes, group.size)
     return BucketCost(sent, sent, timer)
 
 

@@ -120,11 +120,10 @@ class FlatMeeting(Meeting):
 class EncodedMeeting(Meeting):
     """Gradients as messages of codecs that take them at once (`Codec.at_once`)."""
 
-    def __init__(self, bucket: Bucket, exchange_of: Callable[[Bucket], Exchange], workers: int) -> None:
+    def __init__(self, bucket: Bucket, exchange_of: Callable[[Bucket], Exchange]) -> None:
         super().__init__(bucket)
         self._exchange_of = exchange_of
         self._exchange: Exchange
-        self._full = all_reduce_bytes(bucket.bytes, workers)
         self._wire, self._encode_ms = 0, 0.0
 
     def open(self) -> None:
@@ -141,7 +140,7 @@ class EncodedMeeting(Meeting):
         encode_ms, self._encode_ms = self._encode_ms, 0.0
         timer = self._exchange.carry(group, encode_ms)
         self.received = self._exchange.received
-        return BucketCost(self._full, self._wire, timer)
+        return BucketCost(all_reduce_bytes(self.bucket.bytes, group.size), self._wire, timer)
 
 
 class SharedGradients:

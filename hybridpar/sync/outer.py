@@ -33,7 +33,6 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -369,7 +368,7 @@ class OuterLoop:
                 part.copy_(torch.where(sound, part, 0.0))
         weight = counted[0].clone()
         if team.size > 1:
-            add = partial(add_plainly, workers=team.size) if coded is None else coded.add
+            add = add_plainly if coded is None else coded.add
             with team.named_errors("exchanging outer gradients"):
                 team.lane_groups[0].all_reduce(exchange.message)
                 share = weight / counted[0].clamp(min=1.0)
@@ -465,7 +464,7 @@ def _check_codecs(policy: Policy) -> None:
         if codec.keeps_momentum or not codec.gives_sums:
             raise UsageError(
                 f"--compress {codec.name} with --sync outer:H",
-                "It keeps the momentum of gradients of every step; an outer gradient is the progress of many.",
+                "It keeps momentum, or squares, of gradients of every step; an outer gradient is the progress of many.",
                 "Use onebit, qsgd_mn:bits=4, topk or another codec that keeps none.",
             )
 

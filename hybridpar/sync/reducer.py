@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -77,7 +76,7 @@ class Reducer(StageGradients):
         if self.takes:
             functions()  # so that no step waits for a compiler
         self._exact = exact or not self.takes
-        self._order: list[str] = list(parameters)[::-1]
+        self._order = list(parameters)[::-1]
         # With all gradients in shared memory, their order makes no difference.
         self._observed: list[str] | None = [] if self._shared is None else None
         self._loaded_at = 0  # the step after which a state was loaded
@@ -112,9 +111,9 @@ class Reducer(StageGradients):
         if self._shared is not None:
             return SharedMeeting(bucket, self._shared)
         if self.compression is None:
-            return FlatMeeting(bucket, lambda bucket, flat, group: add_plainly(bucket, flat, group, self._world.size))
+            return FlatMeeting(bucket, add_plainly)
         if self._encodes:
-            return EncodedMeeting(bucket, self.compression.exchange, self._world.size)
+            return EncodedMeeting(bucket, self.compression.exchange)
         return FlatMeeting(bucket, self.compression.add)
 
     # ------------------------------------------------------------------ a step
@@ -178,25 +177,6 @@ class Reducer(StageGradients):
             }
             self.unwritten = Gradients(received, unmeasured=self._measure and not self._exact)
         return unused
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all reduced gradients by a 0-d factor."""
-        if self.unwritten is not None:
-            self.unwritten.factor = factor
-        else:
-            super().scale(factor)
-
-    def first_bad(self) -> str | None:
-        """Name of the first parameter, in the model's order, whose gradient is not finite."""
-        received = {} if self.unwritten is None else self.unwritten.received
-        for name, parameter in self._parameters.items():
-            gradient = parameter.grad
-            if parameter in received:
-                gradient = torch.empty_like(parameter)
-                received[parameter].write(flat_view(gradient))
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                return name
-        return None
 
     def close_step(self) -> None:
         """After the step was applied or rolled back: backward passes until the next step are not the reducer's."""
@@ -293,7 +273,11 @@ class Reducer(StageGradients):
         """
         self._step = None
         if self._has_observed:
-            self._adopt_observed_order(self._observed or [])
+            arrived = set(self._observed or ())
+            order = [*(self._observed or ()), *(name for name in self._order if name not in arrived)]
+            orders: list[Any] = self._world.gather(order)
+            self._order = orders[0]
+            self._observed, self._trainable = None, []
         self.follow_trainable()
 
     @property
@@ -325,19 +309,6 @@ class Reducer(StageGradients):
             if name not in self._hooks:
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks[name] = register(partial(Reducer.gradient_ready, weakref.proxy(self), name))
-
-    def _adopt_observed_order(self, observed: list[str]) -> None:
-        """Rank 0's order counts for all."""
-        numbers = {name: index for index, name in enumerate(self._parameters)}
-        arrived = set(observed)
-        rest = [name for name in self._order if name not in arrived]
-        order = torch.tensor([numbers[name] for name in [*observed, *rest]], device=self._world.device)
-        with self._world.named_errors("agreeing on the order of buckets"):
-            dist.broadcast(order, group_src=0, group=self._world.control)
-        names = list(self._parameters)
-        self._order = [names[index] for index in order.tolist()]
-        self._observed = None
-        self._trainable = []
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """Codec, bytes as it is and bytes sent of each parameter's gradient; empty where no codec is used."""

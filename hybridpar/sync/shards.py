@@ -32,10 +32,8 @@ def owners(sizes: Sequence[int], replicas: int) -> list[int]:
 
 def largest_share(sizes: Sequence[int], replicas: int) -> int:
     """The most that a replica owns."""
-    loads = [0] * replicas
-    for size, owner in zip(sizes, owners(sizes, replicas), strict=True):
-        loads[owner] += size
-    return max(loads)
+    owner = owners(sizes, replicas)
+    return max(sum(size for size, its in zip(sizes, owner, strict=True) if its == each) for each in range(replicas))
 
 
 def owned(module: nn.Module, replica: int, replicas: int) -> set[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.transport import flat_view
 from hybridpar.comm.world import World
 from hybridpar.compress import Policy
 from hybridpar.lanes import Event, Lane, Lanes
@@ -190,14 +191,22 @@ class StageGradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all reduced gradients by a 0-d factor."""
+        if self.unwritten is not None:
+            self.unwritten.factor = factor
+            return
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def first_bad(self) -> str | None:
         """Name of the first parameter, in the model's order, whose gradient is not finite."""
+        received = {} if self.unwritten is None else self.unwritten.received
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            gradient = parameter.grad
+            if parameter in received:
+                gradient = torch.empty_like(parameter)
+                received[parameter].write(flat_view(gradient))
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 return name
         return None
 

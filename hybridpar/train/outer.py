@@ -118,7 +118,7 @@ class OuterEngine(Engine):
                 nodes = NodeWorlds.open(world, columns, 1)
             if nodes is not None:
                 opened.callback(nodes.close)
-                parties = nodes.nodes.members
+                parties = nodes.nodes
             self._party = world.split(parties, len(world.lane_groups) or 1)
             opened.callback(self._party.close)
             self._team = world

@@ -23,8 +23,7 @@ from benchmarks.rig.in_process import InProcessGroup, Meeting
 from hybridpar.comm import connections
 from hybridpar.comm.connections import connect
 from hybridpar.comm.group import Group, Reduction, TorchGroup, open_group
-from hybridpar.comm.shared_memory import CHUNK_BYTES, SharedMemoryGroup
-from hybridpar.comm.sockets import SocketGroup
+from hybridpar.comm.sockets import CHUNK_BYTES, SharedMemoryGroup, SocketGroup
 from hybridpar.comm.world import World
 from tests.ranks import run_ranks
 from tests.threads import on_threads

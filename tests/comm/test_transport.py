@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.comm.shared_memory import CHUNK_BYTES
-from hybridpar.comm.transport import FUSED_BYTES, Grid, MessagePart, payload
+from hybridpar.comm.sockets import CHUNK_BYTES
+from hybridpar.comm.transport import Grid, MessagePart, payload
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.schedule.layout import Layout
@@ -62,7 +62,6 @@ def messages() -> list[list[Tensor]]:
         [values(13, 4).requires_grad_() * 2],
         *([values(14, piece + more)] for more in (-1, 0, 1)),
         [values(15, 2 * piece + 5), values(16, 3, dtype=torch.bool), values(17, 4 * piece)],
-        [values(18, FUSED_BYTES // 4), values(19, 9), values(20, FUSED_BYTES // 4 - 1), values(21, 9)],
     ]
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks.rig.in_process import InProcessGroup, Meeting
 from hybridpar.comm.group import Reduction
 from hybridpar.compress import Coder, Exchange, TensorSpec, parse_codec
-from hybridpar.compress.codec import FeedbackCoder
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -25,9 +24,9 @@ def unsent(coder: Coder) -> Tensor:
     Summed over the workers, and added to what was received so far, it is all that their gradients ever were.
     """
     out = torch.zeros(coder.spec.count)
-    if isinstance(coder, FeedbackCoder):
-        for key, part in coder.residuals.items():
-            out[part.start : part.stop].add_(coder.unsent[key].left)
+    for key, residual in coder.unsent.items():
+        part = coder.residuals[key]
+        out[part.start : part.stop].add_(residual.left)
     return out
 
 

@@ -88,7 +88,10 @@ def other_state(world: World, changed: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("changed", "expected"), [({"codec": "twobit"}, "twobit"), ({"workers": 5}, "of 5")])
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [({"codec": "twobit"}, "twobit"), ({"workers": 5}, "of 5"), ({"nodes": [2, 1]}, "on nodes of 2, 1 workers")],
+)
 def test_state_of_another_run_is_one_error_on_every_worker(changed: dict[str, Any], expected: str) -> None:
     for text in run_ranks(other_state, 2, changed):
         assert expected in text

@@ -30,7 +30,7 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "cuda":
         found = request.getfixturevalue("emulated_kernels")
         monkeypatch.setattr(kernels, "table", lambda device=CPU: found if device == CPU else None)
-    assert kernels.table(), "TVM is a dependency, so kernels can be built"
+    assert kernels.table(CPU), "TVM is a dependency, so kernels can be built"
     yield
     monkeypatch.undo()
     kernels.table.cache_clear()
@@ -40,7 +40,7 @@ class Ways:
     """Iterating goes with kernels, then without."""
 
     def __iter__(self) -> Iterator[bool]:
-        found = kernels.table()
+        found = kernels.table(CPU)
         with pytest.MonkeyPatch.context() as patch:
             for use in (True, False):
                 patch.setattr(kernels, "table", lambda device=CPU, use=use: found if use else None)
@@ -197,14 +197,14 @@ def test_special_values(kind: str) -> None:
 def test_sizes_are_checked_before_addresses_are_used() -> None:
     levels = torch.empty(8)
     with pytest.raises(AssertionError):
-        kernels.onebit_encode(torch.randn(8, 32), Memory(), levels, levels, torch.empty(31, dtype=torch.uint8), SCRATCH)
+        kernels.onebit_encode(torch.randn(8, 32), Memory(), levels, levels, torch.empty(31, dtype=torch.uint8))
     with pytest.raises(AssertionError):
         kernels.twobit_read(levels[:1], torch.empty(4, dtype=torch.uint8), torch.empty(17), add=False)
 
 
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
 def test_the_gil_is_released() -> None:
-    assert all(function.release_gil for function in kernels.table().functions.values())
+    assert all(function.release_gil for function in kernels.table(CPU).functions.values())
 
 
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
@@ -212,4 +212,4 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     kernels.table.cache_clear()
     assert not parse_codec("onebit").prepare(CPU)
-    assert not kernels.table()
+    assert not kernels.table(CPU)

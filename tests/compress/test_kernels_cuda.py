@@ -153,7 +153,7 @@ def test_blocks_may_be_fewer_than_the_work(blocks: int, found: CudaKernels, monk
         return made
 
     enough = all_of_it()
-    monkeypatch.setattr(cuda, "blocks_of", lambda count, most=0: min(-(-count // (4 * THREADS)), blocks))
+    monkeypatch.setattr(kernels, "blocks_of", lambda count, most=0: min(-(-count // (4 * THREADS)), blocks))
     monkeypatch.setattr(cuda, "MOST_BLOCKS", blocks)
     # Sums of fewer parts come out the same here, as they are made in float64.
     assert all(torch.equal(left, right) for left, right in zip(enough, all_of_it(), strict=True))
@@ -166,7 +166,7 @@ def test_a_message_may_begin_anywhere(found: CudaKernels) -> None:
     for begin in range(8):
         room = torch.full((200,), 0xA5, dtype=torch.uint8)
         packed, codes = room[begin : begin + 50], room[begin + 60 : begin + 160]
-        assert kernels.onebit_encode(values, Memory(), lower, upper, packed, SCRATCH)
+        assert kernels.onebit_encode(values, Memory(), lower, upper, packed)
         assert kernels.twobit_encode(values.view(-1), Memory(), (0.5, 0.0, 0.0), level, codes, SCRATCH)
         seen.add((bytes(packed.tolist()), bytes(codes.tolist())))
         assert (room[:begin] == 0xA5).all()
@@ -235,7 +235,7 @@ def test_no_call_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for shape in ((5, 100), (5, 1000)):
         levels = (empty(5), empty(5), empty(-(-shape[0] * shape[1] // 8), dtype=torch.uint8))
-        assert kernels.onebit_encode(empty(*shape), Residual(empty(*shape), empty(*shape), 0.9), *levels, scratch)
+        assert kernels.onebit_encode(empty(*shape), Residual(empty(*shape), empty(*shape), 0.9), *levels)
         assert kernels.onebit_read(*levels, empty(*shape), add=False)
         assert kernels.onebit_read(*levels, empty(*shape), add=True)
     codes = (empty(1), empty(252, dtype=torch.uint8))
@@ -247,7 +247,7 @@ def test_no_call_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in (torch.uint8, torch.int32, torch.int64):
         fields = Fields(1000, 4, word, 2)
         words = empty(fields.words, dtype=word)
-        assert kernels.qsgd_encode(empty(1000), empty(1), noise, 7, fields, words, scratch)
+        assert kernels.qsgd_encode(empty(1000), empty(1), noise, 7, fields, words)
         for add in (False, True):
             assert kernels.qsgd_read(words, empty(1), fields, 7, 7, empty(1000), add=add)
     assert set(launched) == set(PARAMETERS)
@@ -257,7 +257,7 @@ def test_empty_tensors_launch_nothing(found: CudaKernels, monkeypatch: pytest.Mo
     monkeypatch.setattr(found, "functions", {})
     none, levels = torch.empty(0, 40), torch.empty(0)
     packed = torch.empty(0, dtype=torch.uint8)
-    assert kernels.onebit_encode(none, Memory(), levels, levels, packed, SCRATCH)
+    assert kernels.onebit_encode(none, Memory(), levels, levels, packed)
     assert kernels.onebit_read(levels, levels, packed, none, add=False)
     assert kernels.twobit_read(torch.ones(1), packed, levels, add=True)
     out = torch.ones(1)

@@ -81,7 +81,7 @@ KEEPERS = [text for text in CODECS if CODECS.get(text).gives_sums and parse_code
 def test_a_lost_push_loses_nothing_and_a_doubled_one_adds_nothing(text, stripe):
     """What all pushes that were heard of were, is what arrived and what the learners still keep."""
     policy, draw = Policy.of(parse_codec(text)), torch.Generator().manual_seed(5)
-    shard = Shard(stripe, torch.zeros(stripe.count), Rules.asynchronous(3), sgd())
+    shard = Shard(stripe, torch.zeros(stripe.count), Rules.soft(3, 3), sgd())
     learners, decoder = [PushEncoder(policy, stripe) for _ in range(3)], PushDecoder(policy, stripe)
     for learner in range(3):
         shard.join(learner)

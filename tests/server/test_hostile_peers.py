@@ -22,7 +22,7 @@ from hybridpar.formats.messages import take_apart, tensor_facts
 from hybridpar.server import Rules, serve
 from tests.server.serving import TOKEN, Served, Worker, copies, serving
 
-RULES = Rules.asynchronous(2)
+RULES = Rules.soft(2, 2)
 
 
 @pytest.fixture

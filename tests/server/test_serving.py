@@ -66,7 +66,7 @@ def oracle(workers, steps, config=OPTIMIZER):
 
 @pytest.mark.parametrize(("shards", "decay"), [(1, 1.0), (3, 1.0), (5, 0.5)])
 def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, decay):
-    rules = Rules.synchronous(3)
+    rules = Rules(3, 3, barrier=True)
     with serving(rules, shards) as served:
         by_layer = replace(OPTIMIZER, optimizer=f"sgd:momentum=0.9,layer_decay={decay},head_lr={decay}")
         team, results = train(served, rules, 3, 4, optimizer=by_layer)
@@ -96,7 +96,7 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_optimizers_and_clipping_are_those_of_one_process(recipe):
     config = OptimizerConfig(**{"lr": 0.1, "weight_decay": 0.01, **RECIPES[recipe]})
-    for rules in (Rules.synchronous(2), Rules.asynchronous(1)):
+    for rules in (Rules(2, 2, barrier=True), Rules.soft(1, 1)):
         workers = rules.learners
         with serving(rules, 3, optimizer=config) as served:
             team, results = train(served, rules, workers, 4, optimizer=config)
@@ -114,7 +114,7 @@ def test_optimizers_and_clipping_are_those_of_one_process(recipe):
 
 
 def test_a_shard_that_dies_while_norms_are_added_up_is_what_is_said():
-    rules, config = Rules.synchronous(2), OptimizerConfig(clip_grad=0.1)
+    rules, config = Rules(2, 2, barrier=True), OptimizerConfig(clip_grad=0.1)
 
     def run(worker):
         try:
@@ -134,7 +134,7 @@ def test_a_shard_that_dies_while_norms_are_added_up_is_what_is_said():
 
 @pytest.mark.parametrize("codec", ["onebit:least=1", "powersgd:rank=1,gain=0", "topk:rate=0.3,least=1"])
 def test_compressed_pushes_train_alike_on_all_workers(codec):
-    rules = Rules.synchronous(2)
+    rules = Rules(2, 2, barrier=True)
     with serving(rules, 2, codec=codec) as served:
         team, results = train(served, rules, 2, 5, codec=codec)
         assert same(team[0].model, team[1].model)
@@ -145,7 +145,7 @@ def test_compressed_pushes_train_alike_on_all_workers(codec):
 
 
 def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
-    rules = Rules.synchronous(2)
+    rules = Rules(2, 2, barrier=True)
     with serving(rules, codec="onebit:least=1") as served:
         team, _ = train(served, rules, 2, 2, codec="onebit:least=1")
         before = copy.deepcopy(team[0].model)
@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
 
 
 def test_without_a_barrier_each_worker_has_a_loss_scale_of_its_own():
-    rules = Rules.asynchronous(2)
+    rules = Rules.soft(2, 2)
     with serving(rules) as served:
         team = [Worker(served, n, one, rules, amp="fp16") for n, one in enumerate(copies(2))]
         together([worker.begin for worker in team])
@@ -179,7 +179,7 @@ def test_without_a_barrier_each_worker_has_a_loss_scale_of_its_own():
 
 
 def test_a_worker_that_dies_is_dropped_and_one_that_joins_begins_with_the_weights_of_now():
-    rules = Rules.asynchronous(2)
+    rules = Rules.soft(2, 2)
     with serving(rules) as served:
         team, _ = train(served, rules, 2, 2)
         team[1].close(graceful=False)
@@ -197,7 +197,7 @@ def test_a_worker_that_dies_is_dropped_and_one_that_joins_begins_with_the_weight
 
 def test_a_push_whose_connection_breaks_is_repeated_and_counts_once():
     """The proxy swallows answers or breaks pushes half-way; the worker comes again with the same number."""
-    rules = Rules.asynchronous(1)
+    rules = Rules.soft(1, 1)
     with serving(rules, codec="onebit:least=1") as served:
         (worker,), _ = train(served, rules, 1, 2, codec="onebit:least=1")
         link = worker.servers.links[0]
@@ -230,7 +230,7 @@ def test_a_push_whose_connection_breaks_is_repeated_and_counts_once():
 
 
 def test_a_shard_that_is_silent_is_an_error_within_the_time_out():
-    rules = Rules.synchronous(1)
+    rules = Rules(1, 1, barrier=True)
     listener = socket.create_server(("127.0.0.1", 0))
     with serving(rules) as served:
         served.servers[0].host, served.servers[0].port = listener.getsockname()
@@ -243,7 +243,7 @@ def test_a_shard_that_is_silent_is_an_error_within_the_time_out():
 
 
 def test_a_barrier_names_the_worker_that_does_not_push():
-    rules = Rules.synchronous(2)
+    rules = Rules(2, 2, barrier=True)
     with serving(rules, timeout=0.5) as served:
         team, _ = train(served, rules, 2, 1, timeout=5)
         with pytest.raises(SyncError, match=r"worker 1 did not push a gradient within 0.5 s"):
@@ -254,7 +254,7 @@ def test_a_barrier_names_the_worker_that_does_not_push():
 
 
 def test_a_barrier_cannot_go_on_without_a_worker_and_says_so_to_the_others():
-    rules = Rules.synchronous(2)
+    rules = Rules(2, 2, barrier=True)
     with serving(rules) as served:
         team, _ = train(served, rules, 2, 1)
         waiting = threading.Timer(0.2, lambda: team[1].close(graceful=False))
@@ -266,7 +266,7 @@ def test_a_barrier_cannot_go_on_without_a_worker_and_says_so_to_the_others():
 
 
 def test_who_waits_is_told_so_and_does_not_give_up():
-    rules = Rules.synchronous(2)
+    rules = Rules(2, 2, barrier=True)
     with serving(rules, timeout=1.5) as served:
         team, _ = train(served, rules, 2, 1, timeout=0.8)
         late = threading.Timer(1.1, lambda: team[1].step(13, 2))  # longer than the workers' own time-out
@@ -309,7 +309,7 @@ def test_a_worker_that_is_silent_is_said_to_be_where_nobody_waits_for_it(silent,
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog):
     """In a meeting, such as for a checkpoint, where worker 0 may be busy with a test."""
-    rules, clock = Rules.asynchronous(2), Clock()
+    rules, clock = Rules.soft(2, 2), Clock()
     with serving(rules, clock=clock) as served, caplog.at_level(logging.WARNING):
         team, _ = train(served, rules, 2, 1)
         server, other = served.servers[0], team[1 - silent]
@@ -333,7 +333,7 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
 
 
 def test_who_was_dropped_while_it_tested_saves_and_meets_the_others():
-    rules = Rules.asynchronous(2)
+    rules = Rules.soft(2, 2)
     with serving(rules, 2) as served:
         team, _ = train(served, rules, 2, 1)
 
@@ -353,7 +353,7 @@ def test_who_was_dropped_while_it_tested_saves_and_meets_the_others():
 
 
 def test_a_goodbye_of_who_never_came_does_not_end_a_run():
-    rules = Rules.asynchronous(2)
+    rules = Rules.soft(2, 2)
     with serving(rules) as served:
         first, second = (Worker(served, number, model, rules) for number, model in enumerate(copies(2)))
         first.begin()
@@ -368,7 +368,7 @@ def test_a_goodbye_of_who_never_came_does_not_end_a_run():
 
 
 def test_workers_with_different_models_are_told_apart_at_the_first_message():
-    rules = Rules.asynchronous(2)
+    rules = Rules.soft(2, 2)
     with serving(rules) as served:
         (model,), (other,) = copies(1), copies(1, width=7)
         first = Worker(served, 0, model, rules)
@@ -385,7 +385,7 @@ def test_workers_with_different_models_are_told_apart_at_the_first_message():
 
 
 def test_stop_save_and_the_end_reach_everybody_in_the_same_step():
-    rules = Rules.synchronous(2)
+    rules = Rules(2, 2, barrier=True)
     with serving(rules) as served:
         team = [Worker(served, n, model, rules, limit=6) for n, model in enumerate(copies(2))]
         together([worker.begin for worker in team])

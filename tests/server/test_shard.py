@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.errors import SyncError, UsageError
+from hybridpar.errors import UsageError
 from hybridpar.server import Push, Rules, Shard
 from hybridpar.server.shard import Ledger
 from hybridpar.server.stripes import Piece, Stripe
@@ -20,11 +20,13 @@ ONES = torch.ones(4)
 
 
 def push(shard, learner, sequence, clock, gradient=ONES, **more):
-    return shard.push(Push(learner, sequence, clock, **more), gradient)
+    """With a barrier, weighted for the mean."""
+    weight = 1 / shard.rules.collect if shard.rules.barrier else 1.0
+    return shard.push(Push(learner, sequence, clock, **{"weight": weight, **more}), gradient)
 
 
 def test_a_synchronous_update_waits_for_all_and_takes_their_mean():
-    shard = small_shard(Rules.synchronous(3))
+    shard = small_shard(Rules(3, 3, barrier=True))
     assert push(shard, 2, 1, 0, 3 * ONES) == []
     assert push(shard, 0, 1, 0, 1 * ONES) == []
     assert (shard.clock, shard.waiting, shard.queued) == (0, [0, 2], 2)
@@ -42,7 +44,7 @@ def test_the_sum_does_not_depend_on_the_order_of_arrival():
     gradients = [torch.randn(4, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in range(3)]
     results = []
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-        shard = small_shard(Rules.synchronous(3))
+        shard = small_shard(Rules(3, 3, barrier=True))
         for learner in order:
             push(shard, learner, 1, 0, gradients[learner])
         results.append(shard.values)
@@ -51,7 +53,7 @@ def test_the_sum_does_not_depend_on_the_order_of_arrival():
 
 
 def test_every_gradient_is_an_update_without_a_barrier():
-    shard = small_shard(Rules.asynchronous(2, "none"))
+    shard = small_shard(Rules.soft(2, 2, "none"))
     (first,) = push(shard, 0, 1, 0)
     (second,) = push(shard, 1, 1, 0)
     assert [(one.clock, one.staleness) for one in (first, second)] == [(1, 0), (2, 1)]
@@ -68,7 +70,7 @@ def test_soft_synchrony_answers_at_once_and_updates_with_c_gradients_of_anybody(
 
 @pytest.mark.parametrize(("scale", "weight"), [("none", 1.0), ("inverse", 1 / 3), ("mean", 1 / 4)])
 def test_staleness_scales_the_gradient(scale, weight):
-    shard = small_shard(Rules.asynchronous(4, scale))
+    shard = small_shard(Rules.soft(4, 4, scale))
     for sequence in (1, 2, 3):
         push(shard, 0, sequence, shard.clock, 0 * ONES)
     (answer,) = push(shard, 1, 1, 0)
@@ -83,7 +85,7 @@ def test_updates_of_a_part_of_the_gradients_take_that_part_of_a_steps_rate():
             push(shard, learner, 1, shard.clock)
         return shard.values
 
-    whole = after_a_step(Rules.synchronous(4))
+    whole = after_a_step(Rules(4, 4, barrier=True))
     for split in (2, 4):
         parts = Rules.soft(4, split, "none")
         torch.testing.assert_close(after_a_step(replace(parts, rate=parts.collect / 4)), whole)
@@ -92,7 +94,7 @@ def test_updates_of_a_part_of_the_gradients_take_that_part_of_a_steps_rate():
 
 def test_a_parameter_that_nobody_used_is_left_alone_and_one_that_some_used_is_not():
     stripe = Stripe((Piece("a", 0, (2,), True, True), Piece("b", 0, (2,), True, True)))
-    shard = Shard(stripe, torch.ones(4), Rules.synchronous(2), sgd(0.1, 0.9, 0.5))
+    shard = Shard(stripe, torch.ones(4), Rules(2, 2, barrier=True), sgd(0.1, 0.9, 0.5))
     shard.join(0), shard.join(1)
     zeros = torch.tensor([1.0, 1.0, 0.0, 0.0])
     push(shard, 0, 1, 0, zeros, unused=frozenset({1}))
@@ -104,7 +106,7 @@ def test_a_parameter_that_nobody_used_is_left_alone_and_one_that_some_used_is_no
 
 
 def test_a_push_that_comes_twice_into_a_barrier_counts_once():
-    shard = small_shard(Rules.synchronous(2))
+    shard = small_shard(Rules(2, 2, barrier=True))
     assert push(shard, 0, 1, 0) == push(shard, 0, 1, 0) == []
     answers = push(shard, 1, 1, 0)
     assert [one.learner for one in answers] == [0, 1]
@@ -112,11 +114,11 @@ def test_a_push_that_comes_twice_into_a_barrier_counts_once():
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    alone = small_shard(Rules.asynchronous(2))
+    alone = small_shard(Rules.soft(2, 2))
     (answer,) = push(alone, 0, 1, 0, torch.full((4,), torch.nan), sound=False)
     assert (answer.applied, alone.clock, alone.taken) == (False, 0, 1)
     assert torch.equal(alone.values, torch.zeros(4))
-    together = small_shard(Rules.synchronous(2))
+    together = small_shard(Rules(2, 2, barrier=True))
     push(together, 0, 1, 0)
     answers = push(together, 1, 1, 0, torch.full((4,), torch.nan), sound=False)
     assert [one.applied for one in answers] == [False, False]  # as everywhere: all workers, or none
@@ -125,7 +127,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
 
 def test_a_learner_that_is_too_far_ahead_waits_for_the_slowest():
-    shard = small_shard(Rules.asynchronous(3, bound=2))
+    shard = small_shard(Rules.soft(3, 3, bound=2))
     for sequence in (1, 2):
         assert [one.learner for one in push(shard, 0, sequence, shard.clock)] == [0]
     assert push(shard, 0, 3, shard.clock) == []
@@ -136,14 +138,14 @@ def test_a_learner_that_is_too_far_ahead_waits_for_the_slowest():
 
 
 def test_who_waits_for_a_learner_that_dies_goes_on():
-    shard = small_shard(Rules.asynchronous(2, bound=0))
+    shard = small_shard(Rules.soft(2, 2, bound=0))
     assert push(shard, 0, 1, 0) == []
     assert [one.learner for one in shard.leave(1)] == [0]
     assert [one.learner for one in push(shard, 0, 2, 1)] == [0]
 
 
 def test_who_joins_late_does_not_hold_up_the_others():
-    shard = small_shard(Rules.asynchronous(2, bound=1))
+    shard = small_shard(Rules.soft(2, 2, bound=1))
     shard.leave(1)
     for sequence in range(1, 6):
         push(shard, 0, sequence, shard.clock)
@@ -153,7 +155,7 @@ def test_who_joins_late_does_not_hold_up_the_others():
 
 
 def test_pushes_past_the_limit_change_nothing():
-    shard = small_shard(Rules.asynchronous(2), limit=2)
+    shard = small_shard(Rules.soft(2, 2), limit=2)
     push(shard, 0, 1, 0), push(shard, 1, 1, 0)
     before = shard.values.clone()
     (answer,) = push(shard, 0, 2, 1)
@@ -161,12 +163,7 @@ def test_pushes_past_the_limit_change_nothing():
     assert torch.equal(shard.values, before)
 
 
-def test_weights_from_the_future_and_strangers_are_refused():
-    shard = small_shard(Rules.asynchronous(1))
-    with pytest.raises(SyncError, match="weights of update 5"):
-        push(shard, 0, 1, 5)
-    with pytest.raises(SyncError, match="has not joined"):
-        push(shard, 7, 1, 0)
+def test_unknown_rules_are_refused():
     with pytest.raises(UsageError, match="from 1 to 4"):
         Rules.soft(4, 5)
     with pytest.raises(UsageError, match="unknown rule of staleness 'of nobody'"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridpar import TrainConfig
 from hybridpar.comm.world import World
-from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, normalise_over_replicas
+from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, NormaliseOverReplicas
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.small_nets import SmallNet
@@ -310,7 +310,7 @@ def one_rank(world: World, shape: tuple[int, ...], cut: list[int], affine: bool)
     x, gradient, weight, bias = (tensor.double() for tensor in data(shape))
     mine = x.split(cut)[world.rank].clone().requires_grad_()
     w, b = (weight.clone().requires_grad_(), bias.clone().requires_grad_()) if affine else (None, None)
-    y, mean, variance = normalise_over_replicas(mine, w, b, 1e-5, world.lane_groups[0])
+    y, mean, variance = NormaliseOverReplicas.apply(mine, w, b, 1e-5, world.lane_groups[0])
     y.backward(gradient.split(cut)[world.rank])
     dims = [0, *range(2, mine.ndim)]
     torch.testing.assert_close(mean, mine.detach().mean(dims))

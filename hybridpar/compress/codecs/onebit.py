@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CHUNK, CODECS, Codec, TensorSpec
+from hybridpar.compress.codec import CHUNK, CODECS, Codec, Coder, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, pack_bits, select, slices, unpack_bits
 from hybridpar.compress.quantised import Compiled, Meet, QuantisedCoder, Quantiser, put
@@ -68,14 +68,14 @@ class RowSigns(Quantiser):
         groups, length = shape
         return 8 * groups + bits_size(groups * length)
 
-    def received(self, plain: Received, messages: Messages) -> Received:
-        return Signs(plain, self._length, messages)
+    def received(self, coder: Coder, messages: Messages) -> Received:
+        return Signs(coder, self._length, messages)
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
         groups = len(values)
         levels, packed = out[: 8 * groups].view(torch.float32), out[8 * groups :]
         lower, upper = levels[:groups], levels[groups:]
-        if kernels.onebit_encode(values, memory, lower, upper, packed, scratch):
+        if kernels.onebit_encode(values, memory, lower, upper, packed):
             return
         for rows, part in _chunks(values.shape):
             v = memory.take(values[rows], rows.start * values.shape[1])

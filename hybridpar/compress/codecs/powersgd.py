@@ -108,12 +108,12 @@ class LowRank(Coder):
 
     def _begin(self) -> None:
         self._memory = self.memory[WORKER]
-        self.gradient = self.gradient.contiguous().view(self._rows, self._columns)
+        self.gradient = self.gradient.view(self._rows, self._columns)
         if not self._memory.keeps:  # M is the gradient, which is not there any more in the second round
             self.gradient = self.gradient.clone()
 
     def received(self) -> Received:
-        return Factors(super().received(), lambda: (self._p, self._q.next), self._scale)
+        return Factors(self, lambda: (self._p, self._q.next), self._scale)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         self.write_together([self], index, [parts])
@@ -164,13 +164,9 @@ class LowRank(Coder):
             self._matrix = torch.empty(0)  # it may be a copy of the gradient
 
     def finish(self, out: Tensor) -> None:
-        result = out.view(self._rows, self._columns)
-        # A product that is written to memory of other strides may be rounded otherwise.
-        product = result if out.is_contiguous() else result.new_empty(result.shape)
+        product = out.view(self._rows, self._columns)
         if not kernels.powersgd_product(self._p, self._q.next, product, self._scale):
             product.addmm_(self._p.t(), self._q.next, beta=0, alpha=self._scale)
-        if product is not result:
-            result.copy_(product)
 
 
 def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:

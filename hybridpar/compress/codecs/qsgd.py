@@ -101,7 +101,7 @@ class LevelQuantiser(Quantiser):
         self._write_scales(values, scales)
         self._noise.draw(fields.words, scratch)
         by_kernel = self._noise.random and not memory.keeps and self._bucket is None
-        if by_kernel and kernels.qsgd_encode(values, scales, self._noise, self._steps, fields, words, scratch):
+        if by_kernel and kernels.qsgd_encode(values, scales, self._noise, self._steps, fields, words):
             return
         divisors = torch.where(scales > 0, scales, 1.0)
 

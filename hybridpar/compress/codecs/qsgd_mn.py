@@ -113,7 +113,7 @@ class GridsCoder(Coder):
         else:
             self._noise.draw(self._fields.words, self.scratch)
             by_kernel = self._noise.random and not self.memory[WORKER].keeps and not self._finer
-            numbers = self._noise, self._coarse, self._fields, out, self.scratch
+            numbers = self._noise, self._coarse, self._fields, out
             if not (by_kernel and kernels.qsgd_encode(self._values, self._scale, *numbers)):
                 self._fields.pack(out, self._code, self.scratch)
 
@@ -301,13 +301,14 @@ class GlobalRandomK(Compiled, LargeTensorCodec):
         steps_of(self.name, self.levels)
 
     def coder(self, spec: TensorSpec) -> QueueCoder:
-        return QueueCoder(spec, self.rate, steps_of(self.name, self.levels))
+        return QueueCoder(spec, self.rate, steps_of(self.name, self.levels), scaled=not self.feedback)
 
 
 class QueueCoder(GridsCoder):
-    """Sends the next elements of a queue."""
+    """Sends the next elements of a queue; `scaled` makes their mean over the steps that of the gradients."""
 
-    def __init__(self, spec: TensorSpec, rate: float, steps: Sequence[int]) -> None:
+    def __init__(self, spec: TensorSpec, rate: float, steps: Sequence[int], *, scaled: bool) -> None:
+        self._scaled = scaled
         turns = math.ceil(spec.count / share(rate, spec.count))
         self._turns = cut_stripes(spec.count, 1, turns)  # the first ones may be longer by an element
         super().__init__(spec, steps, count=math.ceil(spec.count / turns))
@@ -333,7 +334,7 @@ class QueueCoder(GridsCoder):
     def finish(self, out: Tensor) -> None:
         super().finish(self._picked)
         indices = self._next()
-        if not self.memory[WORKER].keeps:
+        if self._scaled:
             self._picked.mul_(len(self._turns))
         out.zero_()
         out.index_copy_(0, indices, self._picked[: indices.numel()])

@@ -32,10 +32,6 @@ from hybridpar.compress.memory import Memory, Residual, Scratch
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields, Noise
 
-
-#: From so many values on, what is written is not read again before it would have left the caches.
-_STREAM = 1 << 16
-
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("quantised", "powersgd")]
 
 
@@ -48,6 +44,10 @@ class CpuKernels:
     def __init__(self, functions: Mapping[str, Function]) -> None:
         self.functions = functions
 
+    def launch(self, kernel: str, blocks: int, *arguments: int | float) -> None:
+        """Call a kernel; blocks are a GPU's."""
+        self.functions[kernel](*arguments)
+
     def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
         """Call the encoder that leaves what is not sent, or the one that does not."""
         left, pending, factor = memory.addresses(values.numel())
@@ -55,44 +55,38 @@ class CpuKernels:
 
 
 @functools.cache
-def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
-    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU.
+def table(device: torch.device) -> CpuKernels | CudaKernels | None:
+    """All kernels of a device, built if need be; None where there are none.
 
     The first time on a machine it takes as long as the compiler takes: TVM for a CPU some seconds, and NVRTC for a
     GPU. After that a file is read.
     """
-    if device is None:
+    if device.type == "cpu":
         functions = load_kernels("codec", _SOURCES)
         return CpuKernels(functions) if functions else None
-    if device.type == "cpu":
-        return table()  # loaded once, however it is asked for
     if device.type != "cuda":
         return None
     launchers = load_cuda_kernels("codec", cuda.SOURCE, cuda.PARAMETERS, device)
     return CudaKernels(launchers) if launchers else None
 
 
-def onebit_encode(
-    values: Tensor, memory: Memory, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
-) -> bool:
+def onebit_encode(values: Tensor, memory: Memory, lower: Tensor, upper: Tensor, packed: Tensor) -> bool:
     """Encode groups, and leave what is not sent."""
-    if not values.is_contiguous():
-        values = _side_by_side(values, scratch)
     kernels = _kernels(values)
     if kernels is None:
         return False
     groups, length = values.shape
     assert packed.numel() == -(-groups * length // 8)
     assert lower.numel() == upper.numel() == groups
-    made = lower.data_ptr(), upper.data_ptr(), packed.data_ptr()
+    made = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), groups, length
     if isinstance(kernels, CpuKernels):
-        kernels.encode("onebit_encode", values, memory, *made, groups, length, int(values.numel() >= _STREAM))
+        kernels.encode("onebit_encode", values, memory, *made)
         return True
     by_warps = length <= cuda.WARP_VALUES
     kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
-    blocks = -(-groups // cuda.WARPS) if by_warps else groups
     left, pending, factor = memory.addresses(values.numel())
-    kernels.launch(kernel, blocks, values.data_ptr(), left, pending, *made, groups, length, factor)
+    blocks = -(-groups // cuda.WARPS) if by_warps else groups
+    kernels.launch(kernel, blocks, values.data_ptr(), left, pending, *made, factor)
     return True
 
 
@@ -106,10 +100,7 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, ad
     assert lower.numel() == upper.numel() == groups
     addresses = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
     name = "onebit_add" if add else "onebit_decode"
-    if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*addresses, *out.shape, _streams(out))
-    else:
-        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, out.numel(), out.shape[1])
+    kernels.launch(name, blocks_of(out.numel()), *addresses, out.numel(), length)
     return True
 
 
@@ -122,7 +113,6 @@ def twobit_encode(
     scratch: Scratch,
 ) -> bool:
     """Encode values, and leave what is not sent."""
-    values = _side_by_side(values, scratch)
     kernels = _kernels(values)
     if kernels is None:
         return False
@@ -131,15 +121,15 @@ def twobit_encode(
     count = values.numel()
     made = level.data_ptr(), codes.data_ptr()
     if isinstance(kernels, CpuKernels):
-        kernels.encode("twobit_encode", values, memory, *made, count, _streams(values), *rule)
+        kernels.encode("twobit_encode", values, memory, *made, count, *rule)
         return True
     left, pending, factor = memory.addresses(count)
     source = values.data_ptr(), left
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
-    blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
+    blocks = max(blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
     kernels.launch("twobit_magnitudes", blocks, *source, parts, count, factor)
     numbers = blocks, count, *rule, factor
-    kernels.launch("twobit_codes", max(cuda.blocks_of(count), 1), *source, pending, *made, parts, *numbers)
+    kernels.launch("twobit_codes", max(blocks_of(count), 1), *source, pending, *made, parts, *numbers)
     return True
 
 
@@ -149,12 +139,9 @@ def twobit_read(level: Tensor, codes: Tensor, out: Tensor, *, add: bool) -> bool
     if kernels is None:
         return False
     assert codes.numel() * 4 >= out.numel()
-    addresses = level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel()
+    addresses = level.data_ptr(), codes.data_ptr(), out.data_ptr()
     name = "twobit_add" if add else "twobit_decode"
-    if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*addresses, _streams(out))
-    else:
-        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses)
+    kernels.launch(name, blocks_of(out.numel()), *addresses, out.numel())
     return True
 
 
@@ -164,20 +151,14 @@ def largest(values: Tensor, out: Tensor) -> bool:
     if kernels is None:
         return False
     assert out.numel() == 1
-    addresses = values.data_ptr(), out.data_ptr(), values.numel()
-    if isinstance(kernels, CpuKernels):
-        kernels.functions["qsgd_scale"](*addresses)
-    else:
-        out.zero_()
-        kernels.launch("qsgd_scale", cuda.blocks_of(values.numel(), cuda.MOST_PARTS), *addresses)
+    out.zero_()
+    blocks = blocks_of(values.numel(), cuda.MOST_PARTS)
+    kernels.launch("qsgd_scale", blocks, values.data_ptr(), out.data_ptr(), values.numel())
     return True
 
 
-def qsgd_encode(
-    values: Tensor, scale: Tensor, noise: Noise, steps: int, fields: Fields, words: Tensor, scratch: Scratch
-) -> bool:
+def qsgd_encode(values: Tensor, scale: Tensor, noise: Noise, steps: int, fields: Fields, words: Tensor) -> bool:
     """Round values to codes of a grid, and pack them as code + steps."""
-    values = _side_by_side(values, scratch)
     kernels = _kernels(values, scale)
     if kernels is None:
         return False
@@ -198,7 +179,7 @@ def qsgd_encode(
         run = first // CHUNK * fields.per_word
         part = starts[run : run + chunks * fields.per_word]
         numbers = *layout, steps, CHUNK, first, last, struct.pack(f"{len(part)}I", *part)
-        kernels.launch(f"qsgd_encode_{bits}", cuda.word_blocks(last - first), *addresses, *numbers)
+        kernels.launch(f"qsgd_encode_{bits}", word_blocks(last - first), *addresses, *numbers)
     return True
 
 
@@ -212,10 +193,7 @@ def qsgd_read(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int
     numbers = fields.count, fields.words, fields.width, fields.per_word, zero, float(unit)
     name = f"qsgd_{'add' if add else 'decode'}_{8 * words.itemsize}"
     addresses = words.data_ptr(), scale.data_ptr(), out.data_ptr()
-    if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*addresses, *numbers)
-    else:
-        kernels.launch(name, cuda.word_blocks(fields.words), *addresses, *numbers)
+    kernels.launch(name, word_blocks(fields.words), *addresses, *numbers)
     return True
 
 
@@ -227,7 +205,7 @@ def powersgd_left(values: Tensor, memory: Memory, right: Tensor, out: Tensor) ->
     first, second = (torch.zeros_like(out), right) if owed is None else (owed.left, owed.right)
     pending = memory.pending.view(values.shape)
     tensors = values, left.view(values.shape), first, second, pending, right, out
-    return _by_factors("left", [(out, right), (first, second)], tensors, _streams(values), factor)
+    return _by_factors("left", [(out, right), (first, second)], tensors, factor)
 
 
 def powersgd_right(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
@@ -237,13 +215,13 @@ def powersgd_right(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
 
 def powersgd_product(left: Tensor, right: Tensor, out: Tensor, scale: float) -> bool:
     """Set out = scale * left^T right."""
-    return _by_factors("product", [(left, right)], (out, left, right), _streams(out), scale)
+    return _by_factors("product", [(left, right)], (out, left, right), scale)
 
 
 def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
     """Set out -= left^T right, as the kernel `left` does on its way: it reads a number before it writes it."""
     tensors = torch.zeros_like(out), out, left, right, out, right, torch.empty_like(left)
-    return _by_factors("left", [(left, right)], tensors, 0, 1.0)
+    return _by_factors("left", [(left, right)], tensors, 1.0)
 
 
 def _by_factors(name: str, pairs: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor], *numbers: float) -> bool:
@@ -262,13 +240,6 @@ def _by_factors(name: str, pairs: Sequence[tuple[Tensor, Tensor]], tensors: Sequ
     return True
 
 
-def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
-    """The values, copied where they lie apart: so a gradient's strides change nothing in what is made of it."""
-    if values.is_contiguous() or values.dtype != torch.float32 or table(values.device) is None:
-        return values
-    return scratch.take("side by side", values.numel()).view(values.shape).copy_(values)
-
-
 def _kernels(*tensors: Tensor) -> CpuKernels | CudaKernels | None:
     """The kernels of the device that has some tensors, or None where there are none that take them."""
     device = tensors[0].device
@@ -279,6 +250,11 @@ def _kernels(*tensors: Tensor) -> CpuKernels | CudaKernels | None:
     return None if kernels is None or max(map(torch.numel, tensors)) > kernels.most_values else kernels
 
 
-def _streams(written: Tensor) -> int:
-    """Whether what is written should go past the caches of a CPU."""
-    return int(written.numel() >= _STREAM)
+def blocks_of(count: int, most: int | None = None) -> int:
+    """Blocks of threads that take four values at a time."""
+    return min(-(-count // (4 * cuda.THREADS)), cuda.MOST_BLOCKS if most is None else most)
+
+
+def word_blocks(words: int) -> int:
+    """Blocks of threads that take a word each."""
+    return min(-(-words // cuda.THREADS), cuda.MOST_BLOCKS)

@@ -58,13 +58,3 @@ class CudaKernels:
         """Launch a kernel on the current stream; of no blocks there is nothing to launch."""
         if blocks:
             self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
-
-
-def blocks_of(count: int, most: int | None = None) -> int:
-    """Blocks of threads that take four values at a time."""
-    return min(-(-count // (4 * THREADS)), MOST_BLOCKS if most is None else most)
-
-
-def word_blocks(words: int) -> int:
-    """Blocks of threads that take a word each."""
-    return min(-(-words // THREADS), MOST_BLOCKS)

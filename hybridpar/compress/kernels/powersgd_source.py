@@ -32,11 +32,11 @@ def define(_: Any) -> dict[str, Any]:
 @T.jit
 def left(
     values: T.int64, residual: T.int64, owed_p: T.int64, owed_q: T.int64, pending: T.int64, q: T.int64, p: T.int64,
-    rows: T.int64, columns: T.int64, stream: T.int64, factor: T.float32, rank: T.constexpr,
+    rows: T.int64, columns: T.int64, factor: T.float32, rank: T.constexpr,
 ):  # fmt: skip
     """Set pending = values + factor * (residual - owed_p^T owed_q), and p = q pending^T."""
     g, r, ps, qs, result, numbers, products = floats(values, residual, owed_p, owed_q, pending, q, p)
-    past: T.let = past_caches(stream, pending)
+    past: T.let = past_caches(rows * columns, pending)
 
     @T.inline
     def some(first, count):
@@ -68,7 +68,7 @@ def left(
                 products[k * rows + first + n] = total(sums[k, n])
 
     in_groups(rows, ROWS, some)
-    fence(stream)
+    fence(rows * columns)
 
 
 @T.jit
@@ -99,13 +99,10 @@ def right(matrix: T.int64, p: T.int64, q: T.int64, rows: T.int64, columns: T.int
 
 
 @T.jit
-def product(
-    out: T.int64, p: T.int64, q: T.int64, rows: T.int64, columns: T.int64, stream: T.int64, scale: T.float32,
-    rank: T.constexpr,
-):  # fmt: skip
+def product(out: T.int64, p: T.int64, q: T.int64, rows: T.int64, columns: T.int64, scale: T.float32, rank: T.constexpr):
     """Set out = scale * p^T q."""
     result, ps, qs = floats(out, p, q)
-    past: T.let = past_caches(stream, out)
+    past: T.let = past_caches(rows * columns, out)
 
     @T.inline
     def some(first, count):
@@ -125,4 +122,4 @@ def product(
                 put(result, (first + n) * columns + column, value * scale, past)
 
     in_groups(rows, ROWS, some)
-    fence(stream)
+    fence(rows * columns)

@@ -67,11 +67,12 @@ def v(g: Any, r: Any, factor: Any, i: Any, keeps: bool) -> Any:
 @T.jit
 def onebit_encode(
     values: T.int64, residual: T.int64, pending: T.int64, lower: T.int64, upper: T.int64, bits: T.int64,
-    groups: T.int64, length: T.int64, stream: T.int64, factor: T.float32, keeps: T.constexpr,
+    groups: T.int64, length: T.int64, factor: T.float32, keeps: T.constexpr,
 ):  # fmt: skip
-    """Encode groups, and write v - C(v) where a residual is kept; `stream` says that this goes past the caches."""
+    """Encode groups, and write v - C(v) where a residual is kept."""
     g, r, left, a0s, a1s = floats(values, residual, pending, lower, upper)
     packed = w.view(bits, "uint8")
+    count: T.let = groups * length
     new = T.int32(0)  # bits, the last one lowest
     for row in range(groups):
         start: T.let = row * length
@@ -109,7 +110,7 @@ def onebit_encode(
         a0s[row] = a0
         a1s[row] = a1
         if keeps:
-            past: T.let = past_caches(stream, pending + start * 4)
+            past: T.let = past_caches(count, pending + start * 4)
             for block in range(length // LANES):
                 i: T.let = start + block * LANES
                 value: T.let = v(g, r, factor, w.at(i), keeps)
@@ -118,28 +119,27 @@ def onebit_encode(
                 value: T.let = v(g, r, factor, i, keeps)
                 left[i] = value - T.Select(value >= 0, a1, a0)
     # Bits that fill no 16 are a byte or two, with zeros behind them.
-    count: T.let = groups * length
     rest: T.let = new << T.cast(16 - count % 16, "int32")
     if count % 16 > 0:
         packed[count // 16 * 2] = T.cast(rest >> 8, "uint8")
     if count % 16 > 8:
         packed[count // 16 * 2 + 1] = T.cast(rest & 255, "uint8")
-    fence(stream)
+    fence(count)
 
 
 @T.jit
 def onebit_decode(
-    lower: T.int64, upper: T.int64, bits: T.int64, out: T.int64, groups: T.int64, length: T.int64, stream: T.int64,
-    add: T.constexpr,
-):  # fmt: skip
+    lower: T.int64, upper: T.int64, bits: T.int64, out: T.int64, count: T.int64, length: T.int64, add: T.constexpr
+):
     """Set `out` to the levels that bits choose, or add these to it."""
     a0s, a1s, result = floats(lower, upper, out)
     packed = w.view(bits, "uint8")
+    groups: T.let = count // T.max(length, 1)
     for row in range(groups):
         start: T.let = row * length
         a0: T.let = a0s[row]
         a1: T.let = a1s[row]
-        past: T.let = past_caches(stream, out + start * 4)
+        past: T.let = past_caches(count, out + start * 4)
         # 16 bits are read as 32, so the last ones of all are read one by one.
         blocks: T.let = T.max((length - T.Select(row == groups - 1, LANES, 0)) // LANES, 0)
         for block in range(blocks):
@@ -155,7 +155,7 @@ def onebit_decode(
             sign: T.let = (T.cast(packed[i // 8], "int32") >> T.cast(7 - i % 8, "int32")) & 1
             value: T.let = T.Select(sign == 1, a1, a0)
             result[i] = result[i] + value if add else value
-    fence(stream)
+    fence(count)
 
 
 def choose(plus: Any, minus: Any, *choices: Any) -> Any:
@@ -167,8 +167,7 @@ def choose(plus: Any, minus: Any, *choices: Any) -> Any:
 @T.jit
 def twobit_encode(
     values: T.int64, residual: T.int64, pending: T.int64, level: T.int64, codes: T.int64, count: T.int64,
-    stream: T.int64, fixed: T.float32, factor_of_mean: T.float32, cap: T.float32, factor: T.float32,
-    keeps: T.constexpr,
+    fixed: T.float32, factor_of_mean: T.float32, cap: T.float32, factor: T.float32, keeps: T.constexpr,
 ):  # fmt: skip
     """Encode values. The threshold is `fixed`, or where that is 0 min(factor_of_mean * mean, cap * largest)."""
     g, r, left, levels = floats(values, residual, pending, level)
@@ -195,7 +194,7 @@ def twobit_encode(
     sent: T.let = T.Select(top < INFINITE, least, NAN)
     levels[0] = sent
 
-    past: T.let = past_caches(stream, pending)
+    past: T.let = past_caches(count, pending)
     for block in range(count // LANES):
         i: T.let = block * LANES
         value: T.let = v(g, r, factor, w.at(i), keeps)
@@ -214,11 +213,11 @@ def twobit_encode(
             if keeps:
                 left[i] = value - choose(plus, minus, T.float32(1), T.float32(-1), T.float32(0)) * sent
         w.call("void", "hp_store32", T.address_of(packed[tail // 4]), word)
-    fence(stream)
+    fence(count)
 
 
 @T.jit
-def twobit_decode(level: T.int64, codes: T.int64, out: T.int64, count: T.int64, stream: T.int64, add: T.constexpr):
+def twobit_decode(level: T.int64, codes: T.int64, out: T.int64, count: T.int64, add: T.constexpr):
     """Set `out` to plus, nothing or minus the level, or add that to it."""
     levels, result = floats(level, out)
     packed = w.view(codes, "uint8")
@@ -226,7 +225,7 @@ def twobit_decode(level: T.int64, codes: T.int64, out: T.int64, count: T.int64, 
     nothing: T.let = T.Select(
         magnitude_bits(unit) < INFINITE, T.float32(0), NAN
     )  # all that is decoded is NaN, or nothing
-    past: T.let = past_caches(stream, out)
+    past: T.let = past_caches(count, out)
     shifts: T.let = 30 - T.ramp(0, 2, LANES)
     for block in range(count // LANES):
         i: T.let = block * LANES
@@ -241,7 +240,7 @@ def twobit_decode(level: T.int64, codes: T.int64, out: T.int64, count: T.int64, 
         code: T.let = (T.cast(packed[i // 4], "int32") >> T.cast(6 - 2 * (i % 4), "int32")) & 3
         value: T.let = choose(code == 3, code == 2, unit, -unit, nothing)
         result[i] = result[i] + value if add else value
-    fence(stream)
+    fence(count)
 
 
 @T.jit

@@ -36,11 +36,11 @@ def define(_: Any) -> dict[str, Any]:
 
 
 @T.jit
-def hand_over(source: T.int64, target: T.int64, squares: T.int64, count: T.int64, stream: T.int64):
+def hand_over(source: T.int64, target: T.int64, squares: T.int64, count: T.int64):
     """Copy values, of which `count` is a multiple of `LANES`."""
     given, copy = floats(source, target)
     norm = w.view(squares, "float64")
-    past: T.let = past_caches(stream, target)
+    past: T.let = past_caches(count, target)
     norm[0] = T.float64(0)
     for block in range((count + BLOCK - 1) // BLOCK):
         start: T.let = block * BLOCK
@@ -51,7 +51,7 @@ def hand_over(source: T.int64, target: T.int64, squares: T.int64, count: T.int64
             sums = muladd(value, value, sums)
             put(copy, i, value, past)
         norm[0] += T.cast(total(sums), "float64")
-    fence(stream)
+    fence(count)
 
 
 @T.inline

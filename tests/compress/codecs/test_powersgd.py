@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hybridpar.compress import kernels, parse_codec
-from hybridpar.compress.codec import FeedbackCoder
 from hybridpar.compress.codecs import powersgd
 from hybridpar.compress.codecs.powersgd import orthonormal
 from tests.compress.team import Team, equal
@@ -35,7 +34,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "kernels":
         monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
         kernels.table.cache_clear()
-        assert kernels.table(), "TVM is a dependency, so kernels can be built"
+        assert kernels.table(torch.device("cpu")), "TVM is a dependency, so kernels can be built"
     else:
         monkeypatch.setattr(kernels, "table", lambda device=None: None)
         monkeypatch.setattr(powersgd, "_one_by_one", lambda device: request.param == "BLAS")
@@ -69,7 +68,7 @@ def test_it_is_powersgd_matrix_by_matrix(text: str) -> None:
     team = Team(f"{text},gain=1", LAYERS, 3)
     matrices = {name: (shape[0], -1) for name, shape in LAYERS.items() if len(shape) > 1}
     decay = 0.9 if "decay" in text else 1.0
-    plain = {name: Reference(team.coders(name)[0].state_dict()["inner"]["q"].t(), 3, decay) for name in matrices}
+    plain = {name: Reference(team.coders(name)[0].state_dict()["q"].t(), 3, decay) for name in matrices}
     for seed in range(6):
         gradients = team.gradients(seed, 1e-3)
         if seed == 3:  # of a step that does not count nothing is left
@@ -81,7 +80,6 @@ def test_it_is_powersgd_matrix_by_matrix(text: str) -> None:
                 assert difference < 1e-6 * plain[name].size, (seed, name)
     for name, reference in plain.items():
         for coder, error in zip(team.coders(name), reference.errors, strict=True):
-            assert isinstance(coder, FeedbackCoder)
             kept = coder.unsent["worker"].left.view(error.shape)
             assert float((kept - error).norm()) < 1e-6 * reference.size, name
 
