@@ -40,18 +40,23 @@ _PIPELINE = "hybridpar"
 Function = Callable[..., Any]
 
 
-def load_kernels(name: str, sources: Sequence[Path], imported: Sequence[Path] = ()) -> dict[str, Function] | None:
-    """The functions that source files define, built if that has not been done on this machine.
+def load_kernels(
+    name: str, sources: Sequence[Path], imported: Sequence[Path] = (), arguments: Sequence[dict[str, Any]] = ({},)
+) -> dict[str, Function] | None:
+    """The functions that source files define with each of some arguments, built if this machine has not built them.
 
     It is no collective: each process loads for itself, and the first one of a machine builds.
     """
 
     def load() -> dict[str, Function]:
+        requests = [(kernel_path(name, [*sources, *imported], **given), Request(sources, given)) for given in arguments]
+        functions: dict[str, Function] = {}
         with Builder() as builder:
-            (built,) = contents_of([(kernel_path(name, [*sources, *imported]), Request(sources))], builder)
-        if isinstance(built, KernelsUnavailable):
-            raise built
-        return session().load(built)
+            for built in contents_of(requests, builder):
+                if isinstance(built, KernelsUnavailable):
+                    raise built
+                functions |= session().load(built)
+        return functions
 
     return load_or_warn(f"{name} kernels", load)
 

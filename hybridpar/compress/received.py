@@ -62,9 +62,17 @@ class Sgd:
     @functools.cached_property
     def kernels(self) -> dict[str, Function]:
         """The compiled kernels of this step, by the kind of sums; for parameters in float32."""
+        return self._of_this_step(functions())
+
+    @functools.cached_property
+    def coded_kernels(self) -> dict[str, Function]:
+        """The same where codecs are used."""
+        return self._of_this_step(functions(coded=True))
+
+    def _of_this_step(self, kernels: dict[str, Function]) -> dict[str, Function]:
         kind = "nesterov" if self.nesterov else "momentum" if self.momentum else "plain"
         ending = f"_{kind}_decay" if self.weight_decay else f"_{kind}"
-        return {name.removesuffix(ending): kernel for name, kernel in functions().items() if name.endswith(ending)}
+        return {name.removesuffix(ending): kernel for name, kernel in kernels.items() if name.endswith(ending)}
 
     @functools.cached_property
     def rates(self) -> tuple[float, ...]:
@@ -180,7 +188,7 @@ class Signs(Decoded):
         workers = len(self._parts[0][2]) if self._parts else 0
         if workers not in (1, 2) or self._length % LANES:
             return False
-        kernel = options.kernels.get(f"signs{workers}")
+        kernel = options.coded_kernels.get(f"signs{workers}")
         if kernel is None or weight.dtype != torch.float32:
             return False
         sums = torch.empty(len(self._parts), dtype=torch.float64)
@@ -207,7 +215,7 @@ class Factors(Decoded):
 
     def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
         left, right = self._factors()
-        kernel = options.kernels.get(f"product{left.shape[0]}")
+        kernel = options.coded_kernels.get(f"product{left.shape[0]}")
         if kernel is None or weight.dtype != torch.float32 or right.shape[1] % LANES:
             return False
         addresses = weight.data_ptr(), 0 if momentum is None else momentum.data_ptr(), left.data_ptr(), right.data_ptr()
@@ -231,8 +239,12 @@ def hand_over(source: Tensor, target: Tensor, squares: Tensor) -> None:
 
 
 @functools.cache
-def functions() -> dict[str, Function]:
-    """The kernels of this processor by name, compiled where needed; none where that is not possible."""
+def functions(coded: bool = False) -> dict[str, Function]:
+    """The kernels of this processor by name, compiled where needed; none where that is not possible.
+
+    Most runs need no `coded` ones, of what codecs wrote: they are many, and take seconds to compile.
+    """
     from hybridpar.codegen.build import load_kernels
 
-    return load_kernels("step", [Path(__file__).parent / "kernels" / "step_source.py"]) or {}
+    source = Path(__file__).parent / "kernels" / "step_source.py"
+    return load_kernels("step", [source], arguments=[{"coded": kind} for kind in {False, coded}]) or {}

@@ -21,6 +21,7 @@ import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: What every module has.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -37,6 +38,14 @@ Memo = dict[int, Any]
 HeldState = list[tuple[dict[str, Any], dict[str, Any]]]
 
 _T = TypeVar("_T")
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode of torch that does not import torch's compiler to be left out of it, which takes a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # ---------------------------------------------------------------- modes, random numbers, memory

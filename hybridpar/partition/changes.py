@@ -21,10 +21,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.models.deferred import named_tensors, storage_of
-from hybridpar.models.state import MODULE_ATTRIBUTES
+from hybridpar.models.state import MODULE_ATTRIBUTES, DispatchMode
 
 #: Modules do not hand on values in objects of these packages, nor of Python's library.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
@@ -70,7 +69,7 @@ def python_random_state() -> tuple[Any, ...]:
     return random.getstate(), (name, keys.tobytes(), *rest)
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Writes(DispatchMode):
     """Inside, `names` collects the tensors of a model that are written into, also through views and `.data`.
 
     With `refuse` that is an error, and so is a random operation.

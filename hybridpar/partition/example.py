@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import imagined, is_deferred, storage_of
-from hybridpar.models.state import untouched
+from hybridpar.models.state import DispatchMode, untouched
 from hybridpar.partition.changes import python_random_state
 from hybridpar.partition.nest import TensorFacts, can_cross, tensor_leaves
 
@@ -93,14 +92,21 @@ def run_example(
             )
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices random operations, which draw nothing where nothing is computed."""
+class _Operations(DispatchMode):
+    """Counts FLOPs by torch's formulas, and notices random operations, which draw nothing where nothing is computed."""
 
-    noticed = False
+    def __init__(self, formulas: Mapping[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas = formulas
+        self.flops, self.draws = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.noticed = self.noticed or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        out = func(*args, **kwargs)
+        if (formula := self._formulas.get(getattr(func, "overloadpacket", None))) is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 class _Example(fx.Interpreter):
@@ -122,11 +128,11 @@ class _Example(fx.Interpreter):
 
     def facts_of(self, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, NodeFacts]:
         """Run the graph."""
-        from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+        from torch.utils.flop_counter import flop_registry  # which imports triton
 
+        self._formulas = flop_registry
         try:
-            with FlopCounterMode(display=False) as self.counter:
-                self.run(*inputs)
+            self.run(*inputs)
         finally:
             self.env.clear()  # values whose hooks on saved tensors hold this object: a cycle that gc does not see
         return self.facts
@@ -140,10 +146,10 @@ class _Example(fx.Interpreter):
         if n.op == "output":
             return super().run_node(n)
         facts = self.facts[n] = NodeFacts()
-        flops, drawn, versions = self.counter.get_total_flops(), self._random_state(), self._versions(n)
-        draws = _Draws()  # type: ignore[no-untyped-call]
+        drawn, versions = self._random_state(), self._versions(n)
+        operations = _Operations(self._formulas)
         try:
-            with self._watch_saved(facts), draws:
+            with self._watch_saved(facts), operations:
                 value = super().run_node(n)
         except Exception as error:  # the model's code, which may raise anything
             values = {argument.name: self.env[argument] for argument in n.all_input_nodes}
@@ -154,8 +160,8 @@ class _Example(fx.Interpreter):
                 f"{type(error).__name__}: {error}",
                 "Give samples of a shape that the model takes, as by --image-size 224, and a larger --batch-size.",
             ) from error
-        facts.flops = self.counter.get_total_flops() - flops
-        facts.random = draws.noticed or drawn != self._random_state()
+        facts.flops = operations.flops
+        facts.random = operations.draws or drawn != self._random_state()
         facts.changes = tuple(item for item, version in self._versions(n).items() if versions[item] != version)
         leaves = list(tensor_leaves(value))
         facts.tensors = tuple(

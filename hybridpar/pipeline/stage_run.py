@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybridpar.models.state import HeldState, held_state, put_state
+from hybridpar.models.state import DispatchMode, HeldState, held_state, put_state
 from hybridpar.pipeline.stage_module import StageModule, module_of
 from hybridpar.sync.batchnorm import BatchNormPool
 
@@ -142,7 +141,7 @@ def _put_back(state: Tensor) -> None:
     _lock.release()
 
 
-class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OwnGenerator(DispatchMode):
     """Random operators of this thread draw from a generator of their own."""
 
     def __init__(self, seed: int) -> None:

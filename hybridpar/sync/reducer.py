@@ -74,7 +74,7 @@ class Reducer(StageGradients):
         #: Whether gradients are taken in the hook, and stay unwritten until the optimizer reads them.
         self.takes = self._shared is not None or self._encodes
         if self.takes:
-            functions()  # so that no step waits for a compiler
+            functions(coded=self._encodes)  # so that no step waits for a compiler
         self._exact = exact or not self.takes
         self._order = list(parameters)[::-1]
         # With all gradients in shared memory, their order makes no difference.

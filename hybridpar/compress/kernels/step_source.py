@@ -22,12 +22,14 @@ RANKS = (1, 2, 3, 4)
 BLOCK = 64 * LANES
 
 
-def define(_: Any) -> dict[str, Any]:
-    """The functions of this file by name."""
-    functions = {"hand_over": hand_over.specialize()}
+def define(_: Any, coded: bool) -> dict[str, Any]:
+    """The functions of this file by name: of gradients that a codec wrote, or of those that lie as they are."""
+    functions = {} if coded else {"hand_over": hand_over.specialize()}
     for kind, decays in itertools.product(("plain", "momentum", "nesterov"), (False, True)):
         name, rule = f"{kind}_decay" if decays else kind, {"kind": kind, "decays": decays}
-        functions[f"sgd_{name}"] = sgd.specialize(**rule)
+        if not coded:
+            functions[f"sgd_{name}"] = sgd.specialize(**rule)
+            continue
         for workers in (1, 2):
             functions[f"signs{workers}_{name}"] = signs.specialize(workers=workers, **rule)
         for rank in RANKS:
