@@ -60,7 +60,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 #: Files that take longest, and begin first: a core would wait for one of them that begins last.
 LONGEST = (
     *("state/test_random_state.py", "machine/test_launch.py", "pipeline/test_engine.py", "pipeline/test_executor.py"),
-    *("tvm_kernels/test_schedules.py", "test_examples.py", "test_docs.py", "planner/test_planned_run.py"),
+    *("compress/test_every_codec.py", "server/test_runs.py", "test_docs.py", "test_examples.py"),
+    *("integrations/test_converted.py", "tvm_kernels/test_schedules.py", "tvm_kernels/test_tune.py"),
 )
 
 

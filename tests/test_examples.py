@@ -136,8 +136,8 @@ LIGHT = {
     "deit-small": "timm/test_vit",
     "timm-efficientnet-b0": "timm/test_efficientnet",
     "timm-mobilenetv3-large-100": "timm/test_efficientnet",
-    "torchvision-resnet50": "resnet18",
-    "torchvision-resnet50-v2": "resnet18",
+    "torchvision-resnet50": "shufflenet_v2_x0_5",
+    "torchvision-resnet50-v2": "shufflenet_v2_x0_5",
 }
 
 
