@@ -169,7 +169,7 @@ def test_recipes_train(path: Path, flowers: Path, tmp_path: Path) -> None:
     as_published.check()
     there = read_recipe(path, f"--data-root={flowers}")
     check_names(there)  # its data may not be on this machine
-    size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 40
+    size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 32
     images = images_over(as_published.image_size, f"{size},test={size}")
     small = ["--batch-size=8", f"--image-size={images}", "--steps=2", "--loader-workers=0"]
     alone = ["--plan=none", "--nproc=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]
