@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
     os.fsync = leave_to_the_system
+    # Loader processes that the garbage collector finds do not hear that they are to end, and are waited for so long.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
     # Tests start many processes that import the package; without its byte code each of them compiles it anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
