@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
     os.fsync = leave_to_the_system
+    # Loader processes that the garbage collector finds do not hear that they are to end, and are waited for so long.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
     # Tests start many processes that import the package; without its byte code each of them compiles it anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -60,7 +62,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 #: Files that take longest, and begin first: a core would wait for one of them that begins last.
 LONGEST = (
     *("state/test_random_state.py", "machine/test_launch.py", "pipeline/test_engine.py", "pipeline/test_executor.py"),
-    *("tvm_kernels/test_schedules.py", "test_examples.py", "test_docs.py", "planner/test_planned_run.py"),
+    *("compress/test_every_codec.py", "server/test_runs.py", "test_docs.py", "test_examples.py"),
+    *("integrations/test_converted.py", "tvm_kernels/test_schedules.py", "tvm_kernels/test_tune.py"),
 )
 
 

@@ -136,8 +136,8 @@ LIGHT = {
     "deit-small": "timm/test_vit",
     "timm-efficientnet-b0": "timm/test_efficientnet",
     "timm-mobilenetv3-large-100": "timm/test_efficientnet",
-    "torchvision-resnet50": "resnet18",
-    "torchvision-resnet50-v2": "resnet18",
+    "torchvision-resnet50": "shufflenet_v2_x0_5",
+    "torchvision-resnet50-v2": "shufflenet_v2_x0_5",
 }
 
 
@@ -169,7 +169,7 @@ def test_recipes_train(path: Path, flowers: Path, tmp_path: Path) -> None:
     as_published.check()
     there = read_recipe(path, f"--data-root={flowers}")
     check_names(there)  # its data may not be on this machine
-    size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 40
+    size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 32
     images = images_over(as_published.image_size, f"{size},test={size}")
     small = ["--batch-size=8", f"--image-size={images}", "--steps=2", "--loader-workers=0"]
     alone = ["--plan=none", "--nproc=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]

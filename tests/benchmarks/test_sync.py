@@ -15,7 +15,7 @@ from hybridpar.errors import UsageError
 
 def test_the_links_table_runs(capfd: pytest.CaptureFixture[str]) -> None:
     methods = ("ddp", "own:onebit@1", "hook:powersgd:rank=1", "grace-topk")
-    main(Options(table="links", links=("loopback",), methods=methods, quick=True))
+    main(Options(table="links", links=("loopback",), methods=methods, rounds=20, quick=True))
     shown = capfd.readouterr().out
     assert "no rows for grace-topk: no checkout of grace" in shown
     assert shown.count("replicas_equal True") == 3  # and none differs, as it must

@@ -77,12 +77,14 @@ def test_a_crash_loses_one_request(builder: Builder, source: Path) -> None:
     assert times(other.result(), 2) == 12
 
 
-def test_a_request_that_takes_too_long_is_lost_alone(source: Path) -> None:
-    with Builder(1, timeout=1.0) as builder:
+def test_a_request_that_takes_too_long_is_lost_alone(
+    builder: Builder, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(builder, "_timeout", 1.0)
         with pytest.raises(KernelsUnavailable, match="took too long"):
             builder.build(Request((source,), {"hang": True}))
-        builder._timeout = 60.0
-        assert times(builder.build(Request((source,))), 4) == 8
+    assert times(builder.build(Request((source,))), 4) == 8
 
 
 def test_closing_ends_what_is_being_built(source: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from hybridpar.errors import LaneError
 from tests.lanes.checked import Checker, Lanes
 
-SEEDS = range(15)
+SEEDS = range(8)
 SHORT = 0.0005  # longest delay before a piece of work in these tests, in seconds
 
 Program = Callable[[Lanes], None]

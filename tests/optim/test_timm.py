@@ -20,7 +20,7 @@ from hybridpar.models import build_model
 pytest.importorskip("timm")
 
 CLASSES, STEPS, PER_EPOCH = 10, 3, 4
-COMMON = "timm/resnet18 --data synthetic --batch-size 16 --epochs 5 --plan none --amp none "
+COMMON = "timm/test_resnet --data synthetic --batch-size 16 --epochs 5 --plan none --amp none "
 COMMON += "--lr-schedule cosine:min=1e-6,warmup_lr=1e-5 "
 RECIPES = {
     "a3": "--preset a3 --lr 7e-4 --image-size 32",
@@ -115,7 +115,7 @@ def test_first_steps_are_timms(recipe: str) -> None:
         for _ in range(STEPS)
     ]
     torch.manual_seed(0)
-    model = build_model("timm/resnet18", classes=CLASSES).double()
+    model = build_model("timm/test_resnet", classes=CLASSES).double()
     losses, state = by_hybridpar(copy.deepcopy(model), options, batches)
     expected, expected_state = by_timm(model, options, batches)
     assert losses == pytest.approx(expected, rel=1e-12)

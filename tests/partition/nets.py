@@ -124,13 +124,16 @@ class Shared(nn.Module):
         return self.end(x.tanh())
 
 
-class Views(nn.Module):
-    """Changes a view in place, so that the value it is a view of changes too."""
+class Ends(nn.Module):
+    """The first and the last layer of a model, which does something between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 2)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+
+class Views(Ends):
+    """Changes a view in place, so that the value it is a view of changes too."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x).tanh() + 1
@@ -139,12 +142,12 @@ class Views(nn.Module):
         return self.last(y)
 
 
-class SeenChange(nn.Module):
+class SeenChange(Ends):
     """Changes a view in place where both an earlier reader and the output use what it is a view of."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.early, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.early = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = self.first(x) + 1
@@ -191,12 +194,8 @@ class Boxed(nn.Module):
         return self.last(self.unboxing(box, y).tanh()) * largest
 
 
-class Rebound(nn.Module):
+class Rebound(Ends):
     """Changes a value in place and goes on with the value's own name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -216,12 +215,8 @@ class ChangesInput(nn.Module):
         return self.last(x)
 
 
-class ChangesInEvaluation(nn.Module):
+class ChangesInEvaluation(Ends):
     """Changes a view in place, and only in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -254,23 +249,18 @@ class Modes(nn.Module):
         return (self.head(x), self.aux(x)) if self.training else self.head(x).softmax(1)
 
 
-class ModeConstants(nn.Module):
+class ModeConstants(Ends):
     """The same graph in both modes but for the values of its constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x) * torch.tensor(0.5 if self.training else 2.0) + torch.tensor(1.0))
 
 
-class Buffers(nn.Module):
+class Buffers(Ends):
     """A buffer that is not saved, a constant made in forward, and a plain tensor attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
         self.register_buffer("mask", torch.tensor([1.0, 0, 1, 0, 1, 1]), persistent=False)
         self.register_buffer("shift", torch.ones(6))
         self.plain = torch.full((6,), 0.5)

@@ -76,8 +76,8 @@ def cut(model: nn.Module, example: Tensor, stages: int, *, relay: bool = False) 
     Cutting takes half the time of a test, so a model like one that was cut before gets copies of those stages.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    form = type(model), repr(model), *((tuple(one.shape), one.stride(), one.requires_grad) for one in tensors)
-    key = form, example.shape, example.stride(), stages, relay
+    form = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in (*tensors, example)]
+    key = type(model), repr(model), *form, stages, relay
     if key not in _cuts:
         made = partition_model(model, example, stages, measure=False)
         parts = stages_from_plan(model, made.plan, example, relay=True) if relay else made.stages

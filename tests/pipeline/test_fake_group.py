@@ -26,12 +26,11 @@ from hybridpar.comm import connections
 from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.lanes import Lanes
-from hybridpar.partition import partition_model
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.schedule.layout import Layout
 from hybridpar.sync.reducer import Reducer
 from hybridpar.sync.stage_gradients import SyncOptions, open_sync_lanes
-from tests.pipeline.oracle import options_of, run_step, step_optimizer
+from tests.pipeline.oracle import cut, options_of, run_step, step_optimizer
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet
 
@@ -104,7 +103,7 @@ def train(world: World, positions: int, schedule: str, *, batch_norm: bool = Fal
     """Two steps of one worker of a grid."""
     torch.manual_seed(0)
     model = Chain()
-    stages = partition_model(model, torch.randn(SAMPLES, 6), positions, measure=False).stages
+    stages = cut(model, torch.randn(SAMPLES, 6), positions)
     options = options_of(
         Layout.dealt(positions, positions, replicas=world.size // positions),
         MICRO_BATCHES,

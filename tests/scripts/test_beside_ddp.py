@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import beside_ddp
+from tests.ranks import start_processes
 
 
 @pytest.fixture
@@ -36,7 +37,19 @@ def test_a_slow_machine_times_fewer_steps(run_directory, step_ms, steps):
     assert beside_ddp.read_run(run_directory)["timed"] == steps
 
 
+def forked(function, args, nprocs):
+    """In the place of torch's spawn, whose processes import torch anew."""
+    with start_processes(in_place, nprocs, function, args) as answers:
+        assert {answers.get(timeout=90) for _ in range(nprocs)} == set(range(nprocs))
+
+
+def in_place(rank, directory, function, args, answers):
+    function(rank, *args)
+    answers.put(rank)
+
+
 def test_the_net_of_the_run_is_trained_on_as_many_workers(run_directory, monkeypatch, capfd):
+    monkeypatch.setattr(beside_ddp, "spawn", forked)
     monkeypatch.setattr(beside_ddp, "WARM_UP", 0)
     monkeypatch.setattr(beside_ddp, "MOST_TIMED", 5)
     monkeypatch.setattr(sys, "argv", ["beside_ddp.py", str(run_directory)])

@@ -35,10 +35,11 @@ def blocks() -> nn.Module:
     return seeded(Residuals)
 
 
-def plan_of(model: nn.Module, stages: int, positions: int = 1) -> Plan:
+@functools.cache
+def plan_of(make: Callable[[], nn.Module], stages: int, positions: int = 1) -> Plan:
     """A plan without measurements, so that every worker makes the same one."""
     placement = Placement(layout=Layout.dealt(stages, stages, workers=positions), device="cpu")
-    return partition_model(model, EXAMPLE, stages, measure=False).plan.model_copy(update={"placement": placement})
+    return partition_model(make(), EXAMPLE, stages, measure=False).plan.model_copy(update={"placement": placement})
 
 
 def make_trainer(
@@ -51,11 +52,10 @@ def make_trainer(
     **options: Any,
 ) -> Trainer:
     world = world or World()
-    model = make()
-    plan = plan_of(model, stages, world.size // replicas) if stages > 1 else None
+    plan = plan_of(make, stages, world.size // replicas) if stages > 1 else None
     usual = {"lr": 0.05, "sync": "allreduce:bucket=0.001", "replicas": replicas, "micro_batches": micro_batches}
     config = TrainConfig(**{**usual, **options})
-    return Trainer(model, config=config, world=world, plan=plan, example=EXAMPLE, total_steps=20)
+    return Trainer(make(), config=config, world=world, plan=plan, example=EXAMPLE, total_steps=20)
 
 
 def steps(trainer: Trainer, count: int, replicas: int = 1) -> None:
@@ -280,7 +280,7 @@ def test_a_pipeline_needs_an_example_and_a_plan_its_model() -> None:
     with pytest.raises(UsageError, match="without an example"):
         Trainer(blocks(), config=TrainConfig(stages=2))
     with pytest.raises(PlanError, match="another model"):
-        Trainer(small(), config=TrainConfig(), plan=plan_of(blocks(), 2), example=EXAMPLE, world=World())
+        Trainer(small(), config=TrainConfig(), plan=plan_of(blocks, 2), example=EXAMPLE, world=World())
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -317,7 +317,7 @@ def opened(world: World, options: dict[str, Any], plans: Sequence[Plan | None] =
 
 
 def test_workers_that_read_different_plans_see_a_table_and_what_does_not_fit_is_refused() -> None:
-    plan = plan_of(blocks(), 2, 2)
+    plan = plan_of(blocks, 2, 2)
     larger = plan.model_copy(update={"partition": plan.partition.model_copy(update={"micro_batch": 3})})
     first, second = run_ranks(opened, 2, {}, [plan, larger])
     assert first == second
