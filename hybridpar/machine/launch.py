@@ -97,37 +97,20 @@ def import_torchvision() -> None:
         step = vars(kind).get("step") if isinstance(kind, type) else None
         if getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad":
             kind.step = _without_compiler(step)
-    leave_out = vars(torch).get("_disable_dynamo")  # which modes are made with, such as those of tracing
-    if leave_out is not None and not isinstance(leave_out, functools.partial):
-        vars(torch)["_disable_dynamo"] = functools.partial(_left_out, leave_out)
-
-
-def _left_out(leave_out: Any, function: Any = None, recursive: bool = True) -> Any:
-    """A function that the compiler is to leave out; to call it does not import the compiler."""
-    if function is None:
-        return functools.partial(_left_out, leave_out, recursive=recursive)
-    return _until_compiled(function, leave_out(function, recursive))
 
 
 def _without_compiler(step: Any) -> Any:
     """A step of one of torch's optimizers, whose wrapper imports the compiler to tell it where a graph ends."""
     import torch
 
+    @functools.wraps(step)
     def stepped(optimizer: Any, *args: Any, **options: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return step(optimizer, *args, **options)
         with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
             return step.__wrapped__(optimizer, *args, **options)
 
-    return _until_compiled(stepped, step)
-
-
-def _until_compiled(plain: Any, wrapped: Any) -> Any:
-    """A function that is plain while the compiler is not loaded."""
-
-    @functools.wraps(wrapped)
-    def called(*args: Any, **options: Any) -> Any:
-        return (wrapped if "torch._dynamo" in sys.modules else plain)(*args, **options)
-
-    return called
+    return stepped
 
 
 @contextlib.contextmanager

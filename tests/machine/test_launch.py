@@ -242,8 +242,8 @@ import_torchvision()
 import torch
 import torchvision
 import hybridpar.run.run
-from torch.utils._python_dispatch import TorchDispatchMode
-class Counts(TorchDispatchMode):
+from hybridpar.models.state import DispatchMode
+class Counts(DispatchMode):
     calls = 0
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.calls += 1
