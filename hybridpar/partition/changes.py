@@ -19,12 +19,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridpar.models.deferred import named_tensors, storage_of
-from hybridpar.models.state import MODULE_ATTRIBUTES
+from hybridpar.models.deferred import named_tensors
+from hybridpar.models.state import MODULE_ATTRIBUTES, storage_of
 
 #: Modules do not hand on values in objects of these packages, nor of Python's library.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
@@ -54,7 +53,7 @@ class Changes:
         unrepeatable: Of them those that `put_state` does not put back.
         remembering: Sub-modules whose attributes differ from pass to pass.
         draws: It draws random numbers of Python or NumPy.
-        written: Names of the tensors that it writes into, but for the statistics of BatchNorm.
+        written: Names of the tensors that it writes into.
     """
 
     counters: dict[str, str] = field(default_factory=dict)
@@ -87,21 +86,19 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._refuse and torch.Tag.nondeterministic_seeded in func.tags:
             raise OutsideGraphError(f"it draws random numbers ({func}), which would be the same in every step")
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in given if isinstance(given, (list, tuple)) else [given]:
-                    storage = _storage(tensor)
-                    if storage is not None and storage in self._names:
-                        self.names.add(self._names[storage])
-                        if self._refuse:
-                            raise OutsideGraphError(f"it changes {self._names[storage]} in place ({func})")
+        arguments = func._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [given.get(argument.name) for argument in arguments if argument.is_write]
+        if given.get("training"):  # the schema of BatchNorm does not say that it writes into its statistics
+            written += [given.get("running_mean"), given.get("running_var")]
+        for value in written:
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                storage = _storage(tensor)
+                if storage is not None and storage in self._names:
+                    self.names.add(self._names[storage])
+                    if self._refuse:
+                        raise OutsideGraphError(f"it changes {self._names[storage]} in place ({func})")
         return func(*args, **kwargs)
-
-    def but_statistics(self, model: nn.Module) -> set[str]:
-        """The names but for those of the statistics of BatchNorm."""
-        layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
-        return self.names - {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
 
 
 def _storage(value: object) -> int | None:

@@ -29,9 +29,9 @@ from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
-from hybridpar.models.state import same_attributes, same_modes, untouched
+from hybridpar.models.state import same_attributes, same_modes, storage_of, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.changes import OutsideGraphError, traceable_only
+from hybridpar.partition.changes import OutsideGraphError, attributes_of, traceable_only
 from hybridpar.partition.trace_check import TraceCheck
 from hybridpar.partition.tracer import SAVED, ModelTracer, TracedModel
 
@@ -60,6 +60,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
     leaves = {path for path, part in hidden.items() if not _is_leaf(part, path)}
     check = TraceCheck(model, inputs)
     _require_constant(model, check.changes.written)
+    _require_apart(model, check.changes.written)
     leaves |= _counting(model, check.changes.counters)
     traced = _trace_both_modes(model, inputs, frozenset(leaves))
     while (difference := check.difference(traced)) is not None:
@@ -157,6 +158,21 @@ def _require_constant(model: nn.Module, written: Collection[str]) -> None:
         "parameters are not.",
         "Change the parameter in the training loop, or keep the model in one piece (--stages 1).",
     )
+
+
+def _require_apart(model: nn.Module, written: Collection[str]) -> None:
+    """Refuse a buffer that forward writes into, and that an attribute has, too: the attribute would not follow it."""
+    buffers = {storage_of(buffer): name for name, buffer in model.named_buffers() if name in written}
+    values = attributes_of(model).seen.values() if buffers else ()
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
+    name = next((buffers[storage_of(tensor)] for tensor in tensors if storage_of(tensor) in buffers), None)
+    if name is not None:
+        raise TraceError(
+            f"{type(model).__name__} cannot be cut into stages because of {name!r}: forward writes into it, and an "
+            "attribute of a module shares its memory",
+            "Each micro-batch in flight has buffers of its own; the attribute would stay with those of another.",
+            "Look the buffer up by its name wherever it is used, or keep the model in one piece (--stages 1).",
+        )
 
 
 def _checkpointed(model: nn.Module, path: str) -> TraceError:

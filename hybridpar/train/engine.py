@@ -37,6 +37,7 @@ from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
 from hybridpar.plan import ResolvedPlan
+from hybridpar.sync.batchnorm import is_expanded
 from hybridpar.sync.stage_gradients import StageGradients, SyncOptions
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
@@ -90,6 +91,8 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
         _check_complex(model, plan, config)
+        if world.size > 1:
+            _check_expanded(model)
         self.model = model
         self.own_only = parts.own_only
         self.plan = plan
@@ -539,6 +542,17 @@ def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) ->
     }
     if name is not None and (option := next(filter(used.get, used), None)):
         raise refuse(f"the complex parameter {name!r}", option, "It changes gradients of real numbers.")
+
+
+def _check_expanded(model: nn.Module) -> None:
+    """Refuse buffers that cannot be written into where workers exchange them."""
+    name = next((name for name, buffer in model.named_buffers() if is_expanded(buffer)), None)
+    if name is not None:
+        raise UsageError(
+            f"the elements of the buffer {name!r} share memory: it is an expanded tensor",
+            "Workers take each other's buffers, and torch writes into no such tensor.",
+            "Register a copy: register_buffer(name, value.expand(...).clone()).",
+        )
 
 
 def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
