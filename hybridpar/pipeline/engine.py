@@ -239,8 +239,7 @@ class PipelineEngine:
         from hybridpar.sync.figures import layer_bytes
 
         self.wait()  # the step under way uses the same process group
-        reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
-        sent = ChainMap(*(reducer.bytes_by_parameter() for reducer in reducers))
+        sent = ChainMap(*(reducer.bytes_by_parameter() for reducer in self.executor.reducers))
         parts: list[Any] = self.world.gather(dict(sent))
         return layer_bytes(self.model, ChainMap(*parts))
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,8 @@ class Engine:
         self._config, self._world, self._lanes = config, world, parts.lanes
         self._factory = parts.optimizer
         self._given: torch.optim.Optimizer | None = None  # what the factory made
-        self._closed_to_groups: WeakSet[torch.optim.Optimizer] = WeakSet()
+        #: Optimizers that are given no more parameters, and how many groups they have.
+        self._closed_to_groups: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []
@@ -273,7 +274,7 @@ class Engine:
                     "Make the optimizer from the model that the factory is given.",
                 )
             vars(self._given)["add_param_group"] = _refuse_more
-            self._closed_to_groups.add(self._given)
+            self._closed_to_groups[self._given] = len(self._given.param_groups)
         optimizer, layout = self._given, self.plan.layout
         is_sharded = self.plan.sync.shard_optimizer and layout.replicas > 1
         if self.plan.is_staged or is_sharded:
@@ -284,7 +285,7 @@ class Engine:
 
                 params = owned(module, layout.replica_of(self._world.rank), layout.replicas)
             optimizer = part_of(optimizer, params)  # which refuses more groups as the one given does
-            self._closed_to_groups.add(optimizer)
+            self._closed_to_groups[optimizer] = len(optimizer.param_groups)
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -317,6 +318,9 @@ class Engine:
         """Train on this replica's share of one global batch."""
         if self._modes:
             check_modes(self._modes)
+        for optimizer, groups in self._closed_to_groups.items():
+            if len(optimizer.param_groups) != groups:  # appended to the list
+                _refuse_more()
         executor, total = self.pipeline.executor, request.global_samples
         if total is None and self.pipeline.replicas == 1:
             total = request.weight
@@ -565,8 +569,8 @@ def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
         )
 
 
-def _refuse_more(group: Mapping[str, Any]) -> None:
-    """In the place of an optimizer's `add_param_group`."""
+def _refuse_more(group: Mapping[str, Any] | None = None) -> None:
+    """In the place of an optimizer's `add_param_group`, and where that was gone round."""
     raise UsageError(
         "the optimizer is given more parameters while training",
         "Stages, workers and the schedule of rates divide what the optimizer was made with.",

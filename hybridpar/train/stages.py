@@ -23,7 +23,7 @@ from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, named_tenso
 from hybridpar.models.state import same_modes
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
-from hybridpar.planner.resolve import lane_threads
+from hybridpar.planner.resolve import cut_for_recompute, lane_threads, resolve
 
 if TYPE_CHECKING:
     from hybridpar.partition.stage import Stage
@@ -42,6 +42,7 @@ def cut_model(
     """Cut a model into the stages of a plan; a collective."""
     if not any(stage.units for stage in plan.partition.stages):
         layout, device = plan.layout, example.device
+        fewer = "all" in config.recompute and not config.is_staged  # nobody asked for so many stages
 
         def make() -> str:
             """Measure and cut on rank 0; an error there is raised on all workers."""
@@ -55,11 +56,16 @@ def cut_model(
                     measured.to(memory_format=torch.channels_last)
             with autocast(config.amp, device):
                 made = partition.partition_model(
-                    measured, example, layout.stages, threads=threads, cache=measurements_directory()
+                    measured, example, layout.stages, fewer=fewer, threads=threads, cache=measurements_directory()
                 )
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make, long=True)))
+        if (count := len(made.partition.stages)) < layout.stages:
+            layout = resolve(cut_for_recompute(config, world.size, count), world.size).layout
+            placement = plan.placement.model_copy(update={"layout": layout})
+            pipeline = plan.pipeline.model_copy(update={"recompute": tuple(range(count))})
+            plan = plan.model_copy(update={"placement": placement, "pipeline": pipeline})
         facts = {"memory_format", "dtype", "seed"}
         measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
