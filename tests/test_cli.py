@@ -98,7 +98,7 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
 def test_the_help_of_plan_leaves_out_what_only_training_has(capsys):
     short = options_in(help_of(["plan"], capsys))
     assert short.isdisjoint({"--run-dir", "--resume", "--checkpoints", "--log"})
-    assert {"--output", "--cluster", "--stages"} <= short
+    assert {"--cluster", "--stages"} <= short
 
 
 def test_none_unsets_what_a_preset_sets():

@@ -133,7 +133,7 @@ class TensorCopies:
             self._storages[key] = copy.untyped_storage()
             return copy
         if key not in self._storages:
-            self._storages[key] = storage.clone()
+            self._storages[key] = storage.clone()  # type: ignore[no-untyped-call]
         form = tensor.storage_offset(), tensor.shape, tensor.stride()
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(self._storages[key], *form)
 

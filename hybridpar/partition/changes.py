@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hybridpar.models.deferred import named_tensors
 from hybridpar.models.state import MODULE_ATTRIBUTES, storage_of
@@ -72,12 +73,13 @@ def python_random_state() -> tuple[Any, ...]:
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `names` collects the tensors of a model that are written into, also through views and `.data`.
 
-    With `refuse` that is an error, and so is a random operation.
+    With `refuse` that is an error, and so is a random operation; `read` has what something was computed from.
     """
 
     def __init__(self, model: nn.Module, *, refuse: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
+        self.read: set[str] = set()
         self._refuse = refuse
         # Of several names of a tensor the first counts.
         self._names = {_storage(held[key]): name for name, held, key in reversed([*named_tensors(model)])}
@@ -86,6 +88,9 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._refuse and torch.Tag.nondeterministic_seeded in func.tags:
             raise OutsideGraphError(f"it draws random numbers ({func}), which would be the same in every step")
+        if self._refuse and not func.is_view and func is not torch.ops.aten.detach.default:
+            storages = map(_storage, tree_leaves((args, kwargs)))
+            self.read |= {self._names[storage] for storage in storages if storage in self._names}
         arguments = func._schema.arguments
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [given.get(argument.name) for argument in arguments if argument.is_write]
@@ -109,11 +114,13 @@ def _storage(value: object) -> int | None:
 
 
 @contextmanager
-def traceable_only(model: nn.Module) -> Iterator[None]:
+def traceable_only(model: nn.Module) -> Iterator[set[str]]:
     """Refuse what no node of a graph would do again: changes of the model's tensors, and random numbers.
 
     An operation on traced values becomes a node and does not run. One on tensors only, such as `self.steps.add_(1)`
     or `torch.rand(6)`, does run, once, and leaves at most a constant in the graph.
+
+    Yields the names of the attributes and tensors whose values the code read, and which the graph has as they were.
     """
     modules = {module: path for path, module in model.named_modules()}
 
@@ -123,10 +130,32 @@ def traceable_only(model: nn.Module) -> Iterator[None]:
 
     hook = register_module_buffer_registration_hook(replaced)
     try:
-        with Writes(model, refuse=True):
-            yield
+        with Writes(model, refuse=True) as writes, _attributes_read(model) as taken:
+            yield taken
+        taken |= writes.read
     finally:
         hook.remove()
+
+
+@contextmanager
+def _attributes_read(model: nn.Module) -> Iterator[set[str]]:
+    """Inside, what this yields collects the names of attributes whose values are read before forward assigns others."""
+    taken: set[str] = set()
+    before = {id(module): (path, dict(vars(module))) for path, module in model.named_modules()}
+
+    def read(module: Any, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if name not in MODULE_ATTRIBUTES and id(module) in before:
+            path, held = before[id(module)]
+            if name in held and held[name] is value:
+                taken.add(f"{path}.{name}".lstrip("."))
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        del nn.Module.__getattribute__
 
 
 def attributes_of(model: nn.Module) -> Attributes:

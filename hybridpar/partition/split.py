@@ -67,6 +67,7 @@ def split_model(
             units.traced.constants,
             tuple(node.name for node in units.train.placeholders),
             frozenset(units.traced.changes.written),
+            units.traced.taken,
         )
         for index in range(count)
     ]

@@ -70,6 +70,8 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
         # A checkpoint is the reason only where everything else that may differ is a leaf.
         others = {path for path in differing if traced.suspects.get(path) != SAVED}
         if not others:
+            others = _differing(model, inputs, check, leaves) - differing
+        if not others:
             raise _checkpointed(model, min(differing))
         leaves |= others
         traced = _trace_both_modes(model, inputs, frozenset(leaves))
@@ -236,6 +238,7 @@ def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], leaves: 
         trained.constants if same else constants,
         tuple(sorted({*trained.leaves, *evaluated.leaves})),
         {**evaluated.suspects, **trained.suspects},
+        taken=trained.taken,
     )
 
 
@@ -246,14 +249,15 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], leaves: fr
         before = set(vars(model))
         try:
             # The tracer stores constants on the model, and forward may store anything; the model must stay the user's.
-            with same_attributes(model) as originals, traceable_only(model):
+            with same_attributes(model) as originals, traceable_only(model) as taken:
                 graph = tracer.trace(model, _defaults_beyond(model, inputs))
                 _drop_defaults(graph, len(inputs))
                 used = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - before
                 constants = {
                     name: originals.get(id(value), value) for name, value in vars(model).items() if name in used
                 }
-            return TracedModel(model, graph, None, constants, tuple(sorted(leaves)), tracer.suspects)
+            made = TracedModel(model, graph, None, constants, tuple(sorted(leaves)), tracer.suspects)
+            return replace(made, taken=frozenset(taken))
         except UsageError:
             raise
         except Exception as error:  # tracing runs the user's code, which may raise anything

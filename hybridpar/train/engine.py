@@ -39,7 +39,7 @@ from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
 from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.batchnorm import is_expanded
 from hybridpar.sync.stage_gradients import StageGradients, SyncOptions
-from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
+from hybridpar.train.stages import TakenValues, check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
     from hybridpar.optim.ema import ModelAverage
@@ -97,6 +97,7 @@ class Engine:
         self.own_only = parts.own_only
         self.plan = plan
         self._modes = modes_of_graphs(model, parts.stages or ())
+        self._taken = TakenValues(model, parts.stages or ())
         self._config, self._world, self._lanes = config, world, parts.lanes
         self._factory = parts.optimizer
         self._given: torch.optim.Optimizer | None = None  # what the factory made
@@ -318,6 +319,7 @@ class Engine:
         """Train on this replica's share of one global batch."""
         if self._modes:
             check_modes(self._modes)
+        self._taken.check()
         for optimizer, groups in self._closed_to_groups.items():
             if len(optimizer.param_groups) != groups:  # appended to the list
                 _refuse_more()
