@@ -81,6 +81,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
         self.read: set[str] = set()
         self._refuse = refuse
+        self._trained = {_storage(parameter) for parameter in model.parameters() if parameter.requires_grad}
         # Of several names of a tensor the first counts.
         self._names = {_storage(held[key]): name for name, held, key in reversed([*named_tensors(model)])}
 
@@ -89,8 +90,10 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._refuse and torch.Tag.nondeterministic_seeded in func.tags:
             raise OutsideGraphError(f"it draws random numbers ({func}), which would be the same in every step")
         if self._refuse and not func.is_view and func is not torch.ops.aten.detach.default:
-            storages = map(_storage, tree_leaves((args, kwargs)))
-            self.read |= {self._names[storage] for storage in storages if storage in self._names}
+            storages = set(map(_storage, tree_leaves((args, kwargs)))) & self._names.keys()
+            self.read |= {self._names[storage] for storage in storages}
+            if trained := storages & self._trained:
+                raise OutsideGraphError(f"it computes with values of {self._names[trained.pop()]}, which is trained")
         arguments = func._schema.arguments
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [given.get(argument.name) for argument in arguments if argument.is_write]

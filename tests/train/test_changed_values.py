@@ -133,6 +133,22 @@ def test_what_the_graphs_have_as_it_was_is_refused(make: Callable[[], nn.Module]
         trained(make, change)
 
 
+class DividedByNorm(Scaled):
+    """What it computes from parameters alone is not in a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            norm = sum(parameter.square().sum() for parameter in self.parameters())
+        y: Tensor = self.lin(x) / norm
+        return y
+
+
+def test_what_is_computed_from_trained_parameters_alone_is_computed_in_each_pass() -> None:
+    net, twin = trained(lambda: DividedByNorm(buffer()), fill)
+    for mine, wanted in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
 def test_what_forward_does_not_read_may_change() -> None:
     def note(part: Any, value: float) -> None:
         part.epoch = value
