@@ -159,13 +159,16 @@ def user_frames(error: BaseException) -> list[str]:
     return [text.rstrip("\n") for text in traceback.format_list(users[-6:])]
 
 
+def exception_text(error: BaseException) -> str:
+    """The kind and text of an exception; of a syntax error, which has no frame in the file, also the place."""
+    return shortened("".join(traceback.format_exception_only(error)).strip(), 800)
+
+
 def user_error(what: str, error: BaseException, *, fix: str = "") -> UsageError:
     """What failed in the user's own code, with the user's part of the traceback."""
-    # A syntax error has no frame in the file; its last lines show the place.
-    text = "".join(traceback.format_exception_only(error)).strip()
     why = "\n".join(user_frames(error))
     fix = fix or "Mend it there; --debug shows the whole traceback."
-    return UsageError(f"{what}: {shortened(text, 800)}", why, fix)
+    return UsageError(f"{what}: {exception_text(error)}", why, fix)
 
 
 def first_line(error: BaseException) -> str:

@@ -95,6 +95,12 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
     assert "None" not in full, "a default that is no value says nothing"
 
 
+def test_the_help_of_plan_leaves_out_what_only_training_has(capsys):
+    short = options_in(help_of(["plan"], capsys))
+    assert short.isdisjoint({"--run-dir", "--resume", "--checkpoints", "--log"})
+    assert {"--cluster", "--stages"} <= short
+
+
 def test_none_unsets_what_a_preset_sets():
     parse = COMMANDS.get("train").parse
     assert parse("train", ["m", "--weights", "none", "--drop=none", "--compress", "none"]) == Train(

@@ -89,7 +89,8 @@ def register_command(
     Args:
         name: What users type after `hybridpar`.
         options: Dataclass whose fields are the options. The first sentence of its docstring is for `hybridpar --help`;
-            what it says below `Attributes:` is the help of the options.
+            what it says below `Attributes:` is the help of the options. Those that its class attribute
+            `without_effect` names are not among what `--help` shows.
         **extra: Where the options are those of training and more: titles for these on the help screen, each with the
             base class of `options` that has them.
 
@@ -100,7 +101,9 @@ def register_command(
     if issubclass(options, TrainConfig):
         groups = {**{title: (kind,) for title, kind in extra.items()}, "Configuration files": (FileOptions,), **GROUPS}
     description = " ".join((options.__doc__ or "").split()).partition(". ")[0].removesuffix(".") + "."
-    shown = [*SHOWN, *(option.name for kind in extra.values() for option in fields(kind))]
+    without_effect = getattr(options, "without_effect", ())
+    shown = [name for name in SHOWN if name not in without_effect]
+    shown += [option.name for kind in extra.values() for option in fields(kind)]
 
     def enter(run: Callable[[_Options, Sequence[str]], int]) -> Callable[[_Options, Sequence[str]], int]:
         COMMANDS.register(name, description)(Command(options, run, groups, shown))

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hybridpar.errors import HybridparError, LaunchError, SyncError, shortened, user_frames
+from hybridpar.errors import HybridparError, LaunchError, SyncError, exception_text, user_frames
 from hybridpar.machine.process import tune_this_process
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
@@ -158,9 +158,8 @@ def error_text(error: BaseException, debug: bool) -> str:
     if isinstance(error, HybridparError) and not debug:
         return f"error: {error}"
     if not debug and (frames := user_frames(error)):
-        raised = shortened("".join(traceback.format_exception_only(error)).strip(), 800)
         hint = "It was raised by the code above, which is not hybridpar's; --debug shows the whole traceback."
-        return "\n".join([*frames, f"error: {raised}", hint])
+        return "\n".join([*frames, f"error: {exception_text(error)}", hint])
     return "".join(traceback.format_exception(error)) + f"error: {error}"
 
 

@@ -29,6 +29,7 @@ from hybridpar.models.state import (
     random_state,
     restore_random_state,
     same_random,
+    storage_of,
     twin_of,
 )
 from hybridpar.models.state_dicts import tensors_of
@@ -173,11 +174,6 @@ def _hidden(module: nn.Module, name: str, problem: str) -> UsageError:
         "Only parameters, buffers and attributes that are tensors are found when they get their values.",
         "Register each as a buffer or a parameter, or compute it in `forward`.",
     )
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tells the storage of a tensor from others that exist, also where it has no address."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def is_deferred(module: nn.Module) -> bool:

@@ -113,13 +113,47 @@ def give_back_memory() -> None:
 # ---------------------------------------------------------------- buffers and attributes, to run a pass again
 
 
+def storage_of(tensor: Tensor) -> int:
+    """What tells the storage of a tensor from others that exist, also where it has no address."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
+class TensorCopies:
+    """Copies of tensors, which share memory where the tensors do: a change of one shows in the same others."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor, so that the id stays its own
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @torch.no_grad()
+    def of(self, tensor: Tensor) -> Tensor:
+        """The copy of a tensor."""
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor, self._copy(tensor.detach())
+        return self._copies[id(tensor)][1]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return tensor.clone()
+        storage, key = tensor.untyped_storage(), storage_of(tensor)
+        if key not in self._storages and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
+            copy = tensor.clone()
+            self._storages[key] = copy.untyped_storage()
+            return copy
+        if key not in self._storages:
+            self._storages[key] = storage.clone()  # type: ignore[no-untyped-call]
+        form = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(self._storages[key], *form)
+
+
 def held_state(model: nn.Module, spared: Iterable[nn.Module] = ()) -> HeldState:
     """The buffers and attributes of a model's modules, of tensors and containers shallow copies; its buffers alone."""
-    ignored, copies = set(spared), dict[int, Tensor]()
+    ignored, copies = set(spared), TensorCopies()
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return copies.setdefault(id(value), value.detach().clone())
+            return copies.of(value)
         return copy.copy(value) if type(value) in (list, dict, set, deque) else value
 
     return [

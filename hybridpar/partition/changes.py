@@ -19,11 +19,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.utils._pytree import tree_leaves
 
-from hybridpar.models.deferred import named_tensors, storage_of
-from hybridpar.models.state import MODULE_ATTRIBUTES, DispatchMode
+from hybridpar.models.deferred import named_tensors
+from hybridpar.models.state import MODULE_ATTRIBUTES, DispatchMode, storage_of
 
 #: Modules do not hand on values in objects of these packages, nor of Python's library.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
@@ -53,7 +53,7 @@ class Changes:
         unrepeatable: Of them those that `put_state` does not put back.
         remembering: Sub-modules whose attributes differ from pass to pass.
         draws: It draws random numbers of Python or NumPy.
-        written: Names of the tensors that it writes into, but for the statistics of BatchNorm.
+        written: Names of the tensors that it writes into.
     """
 
     counters: dict[str, str] = field(default_factory=dict)
@@ -72,13 +72,15 @@ def python_random_state() -> tuple[Any, ...]:
 class Writes(DispatchMode):
     """Inside, `names` collects the tensors of a model that are written into, also through views and `.data`.
 
-    With `refuse` that is an error, and so is a random operation.
+    With `refuse` that is an error, and so is a random operation; `read` has what something was computed from.
     """
 
     def __init__(self, model: nn.Module, *, refuse: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
+        self.read: set[str] = set()
         self._refuse = refuse
+        self._trained = {_storage(parameter) for parameter in model.parameters() if parameter.requires_grad}
         # Of several names of a tensor the first counts.
         self._names = {_storage(held[key]): name for name, held, key in reversed([*named_tensors(model)])}
 
@@ -86,21 +88,24 @@ class Writes(DispatchMode):
         kwargs = kwargs or {}
         if self._refuse and torch.Tag.nondeterministic_seeded in func.tags:
             raise OutsideGraphError(f"it draws random numbers ({func}), which would be the same in every step")
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in given if isinstance(given, (list, tuple)) else [given]:
-                    storage = _storage(tensor)
-                    if storage is not None and storage in self._names:
-                        self.names.add(self._names[storage])
-                        if self._refuse:
-                            raise OutsideGraphError(f"it changes {self._names[storage]} in place ({func})")
+        if self._refuse and not func.is_view and func is not torch.ops.aten.detach.default:
+            storages = set(map(_storage, tree_leaves((args, kwargs)))) & self._names.keys()
+            self.read |= {self._names[storage] for storage in storages}
+            if trained := storages & self._trained:
+                raise OutsideGraphError(f"it computes with values of {self._names[trained.pop()]}, which is trained")
+        arguments = func._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [given.get(argument.name) for argument in arguments if argument.is_write]
+        if given.get("training"):  # the schema of BatchNorm does not say that it writes into its statistics
+            written += [given.get("running_mean"), given.get("running_var")]
+        for value in written:
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                storage = _storage(tensor)
+                if storage is not None and storage in self._names:
+                    self.names.add(self._names[storage])
+                    if self._refuse:
+                        raise OutsideGraphError(f"it changes {self._names[storage]} in place ({func})")
         return func(*args, **kwargs)
-
-    def but_statistics(self, model: nn.Module) -> set[str]:
-        """The names but for those of the statistics of BatchNorm."""
-        layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
-        return self.names - {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
 
 
 def _storage(value: object) -> int | None:
@@ -111,11 +116,13 @@ def _storage(value: object) -> int | None:
 
 
 @contextmanager
-def traceable_only(model: nn.Module) -> Iterator[None]:
+def traceable_only(model: nn.Module) -> Iterator[set[str]]:
     """Refuse what no node of a graph would do again: changes of the model's tensors, and random numbers.
 
     An operation on traced values becomes a node and does not run. One on tensors only, such as `self.steps.add_(1)`
     or `torch.rand(6)`, does run, once, and leaves at most a constant in the graph.
+
+    Yields the names of the attributes and tensors whose values the code read, and which the graph has as they were.
     """
     modules = {module: path for path, module in model.named_modules()}
 
@@ -125,10 +132,32 @@ def traceable_only(model: nn.Module) -> Iterator[None]:
 
     hook = register_module_buffer_registration_hook(replaced)
     try:
-        with Writes(model, refuse=True):
-            yield
+        with Writes(model, refuse=True) as writes, _attributes_read(model) as taken:
+            yield taken
+        taken |= writes.read
     finally:
         hook.remove()
+
+
+@contextmanager
+def _attributes_read(model: nn.Module) -> Iterator[set[str]]:
+    """Inside, what this yields collects the names of attributes whose values are read before forward assigns others."""
+    taken: set[str] = set()
+    before = {id(module): (path, dict(vars(module))) for path, module in model.named_modules()}
+
+    def read(module: Any, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if name not in MODULE_ATTRIBUTES and id(module) in before:
+            path, held = before[id(module)]
+            if name in held and held[name] is value:
+                taken.add(f"{path}.{name}".lstrip("."))
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        del nn.Module.__getattribute__
 
 
 def attributes_of(model: nn.Module) -> Attributes:

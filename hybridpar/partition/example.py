@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from hybridpar.errors import UsageError
-from hybridpar.models.deferred import imagined, is_deferred, storage_of
-from hybridpar.models.state import DispatchMode, untouched
+from hybridpar.models.deferred import imagined, is_deferred
+from hybridpar.models.state import DispatchMode, storage_of, untouched
 from hybridpar.partition.changes import python_random_state
 from hybridpar.partition.nest import TensorFacts, can_cross, tensor_leaves
 

@@ -17,7 +17,8 @@ from typing import cast
 import torch
 from torch import fx, nn
 
-from hybridpar.models.deferred import storage_of
+from hybridpar.models.deferred import named_tensors
+from hybridpar.models.state import storage_of
 from hybridpar.partition.example import NodeFacts, run_example
 from hybridpar.partition.tracer import METADATA_METHODS, TracedModel, is_number, stop_gradient
 
@@ -122,6 +123,7 @@ def state_users(
     graphs = [facts, other] if other is not None else [facts]
     state = {memory_of(tensor) for graph in graphs for node in graph.compute for tensor in state_of(traced, node)}
     state |= {memory for graph in graphs for _, memory in _changes(traced, graph)}
+    state |= {memory_of(held[key]) for name, held, key in named_tensors(traced.model) if name in traced.changes.written}
     return {memory: nodes for memory, nodes in users.items() if memory in state}
 
 

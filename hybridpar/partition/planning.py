@@ -50,6 +50,7 @@ def partition_model(
     inputs: torch.Tensor | Sequence[torch.Tensor],
     stages: int,
     *,
+    fewer: bool = False,
     link_speed: float | None = None,
     measure: bool = True,
     passes: int = 5,
@@ -63,6 +64,7 @@ def partition_model(
         model: Any module; its state is as before afterwards, and it can still be used as a whole.
         inputs: One micro-batch, on the device and with the dtype and memory format of the training.
         stages: Number of stages, each on a device like that of the inputs.
+        fewer: Make as many as the model has units, and at least two, where those are fewer.
         link_speed: Bytes per second between stages; None for a link that costs nothing.
         measure: Measure unit times; False, and a model without memory, estimates them from FLOPs and bytes.
         passes: Passes of the measurement.
@@ -80,6 +82,8 @@ def partition_model(
     """
     given = as_inputs(inputs)
     units = find_units(trace_model(model, given), given)
+    if fewer:
+        stages = max(2, min(stages, len(units.graph)))
     check_stages(units.graph, stages)
     if measure and not is_deferred(model):
         times = measured_profile(units, given, passes=passes, threads=threads, cache=cache)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from hybridpar.errors import PartitionError
@@ -66,6 +67,7 @@ def split_model(
             units.traced.constants,
             tuple(node.name for node in units.train.placeholders),
             frozenset(units.traced.changes.written),
+            units.traced.taken,
         )
         for index in range(count)
     ]
@@ -251,18 +253,23 @@ def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx
 def _leftover_state(units: ModelUnits, stage_graphs: Sequence[Sequence[StageGraph]]) -> list[list[str]]:
     """Names of the model's state that no stage graph calls, for each stage.
 
-    A second name of a tensor goes to the stage that holds the tensor; what nothing uses goes to the last stage, so
-    that the union of the stages' state dicts is the model's.
+    A second name of a tensor, and a tensor of which a graph has a view, go to the stage that holds the other; what
+    nothing uses goes to the last stage, so that the union of the stages' state dicts is the model's.
     """
     called = [{name for graph in graphs for name in targets_of(graph)} for graphs in stage_graphs]
-    state = units.model.state_dict(keep_vars=True)
+    held = units.model.state_dict(keep_vars=True).items()
+    state = {name: tensor for name, tensor in held if isinstance(tensor, torch.Tensor)}
     stage_of: dict[str, int | None] = {}
     for name in state:
         parents = {*itertools.accumulate(name.split("."), "{}.{}".format)}
         stage_of[name] = next((index for index, names in enumerate(called) if names & parents), None)
-    holder = {id(state[name]): stage for name, stage in stage_of.items() if stage is not None}
+    constants = units.traced.constants
+    holder = {
+        memory_of(constants[name]): index for index, names in enumerate(called) for name in names & constants.keys()
+    }
+    holder |= {memory_of(state[name]): index for name, index in stage_of.items() if index is not None}
     leftover: list[list[str]] = [[] for _ in stage_graphs]
     for name, tensor in state.items():
         if stage_of[name] is None:
-            leftover[holder.get(id(tensor), -1)].append(name)
+            leftover[holder.get(memory_of(tensor), -1)].append(name)
     return leftover

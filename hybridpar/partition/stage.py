@@ -49,11 +49,13 @@ class Stage(fx.GraphModule):
         constants: Tensors that the trace made, by the name the graphs use for them.
         model_inputs: Names of the model's inputs.
         written: Names of what forward writes into in place, of any stage.
+        taken: Names of attributes and tensors whose values the graphs have as they were, of any stage.
     """
 
     index: int
     model_inputs: tuple[str, ...]
     written: frozenset[str]
+    taken: frozenset[str]
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Stage(fx.GraphModule):
         constants: Mapping[str, torch.Tensor] | None = None,
         model_inputs: tuple[str, ...] = (),
         written: frozenset[str] = frozenset(),
+        taken: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__({}, fx.Graph(), f"Stage{index}")
         called = targets_of(train_graph) + (targets_of(eval_graph) if eval_graph is not None else [])
@@ -73,6 +76,7 @@ class Stage(fx.GraphModule):
         self.index = index
         self.model_inputs = model_inputs
         self.written = written
+        self.taken = taken
         self._modes = {True: train_graph, False: eval_graph or train_graph}
         self.use_graph(root.training)
 
@@ -108,6 +112,7 @@ class Stage(fx.GraphModule):
         twin.index = self.index
         twin.model_inputs = self.model_inputs
         twin.written = self.written
+        twin.taken = self.taken
         twin.training = self.training
         current = self._modes[self.training]
         modes = {}

@@ -29,9 +29,9 @@ from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
-from hybridpar.models.state import same_attributes, same_modes, untouched
+from hybridpar.models.state import same_attributes, same_modes, storage_of, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.changes import OutsideGraphError, traceable_only
+from hybridpar.partition.changes import OutsideGraphError, attributes_of, traceable_only
 from hybridpar.partition.trace_check import TraceCheck
 from hybridpar.partition.tracer import SAVED, ModelTracer, TracedModel
 
@@ -60,6 +60,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
     leaves = {path for path, part in hidden.items() if not _is_leaf(part, path)}
     check = TraceCheck(model, inputs)
     _require_constant(model, check.changes.written)
+    _require_apart(model, check.changes.written)
     leaves |= _counting(model, check.changes.counters)
     traced = _trace_both_modes(model, inputs, frozenset(leaves))
     while (difference := check.difference(traced)) is not None:
@@ -68,6 +69,8 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel
             raise _unlike(model, traced, difference)
         # A checkpoint is the reason only where everything else that may differ is a leaf.
         others = {path for path in differing if traced.suspects.get(path) != SAVED}
+        if not others:
+            others = _differing(model, inputs, check, leaves) - differing
         if not others:
             raise _checkpointed(model, min(differing))
         leaves |= others
@@ -159,6 +162,21 @@ def _require_constant(model: nn.Module, written: Collection[str]) -> None:
     )
 
 
+def _require_apart(model: nn.Module, written: Collection[str]) -> None:
+    """Refuse a buffer that forward writes into, and that an attribute has, too: the attribute would not follow it."""
+    buffers = {storage_of(buffer): name for name, buffer in model.named_buffers() if name in written}
+    values = attributes_of(model).seen.values() if buffers else ()
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
+    name = next((buffers[storage_of(tensor)] for tensor in tensors if storage_of(tensor) in buffers), None)
+    if name is not None:
+        raise TraceError(
+            f"{type(model).__name__} cannot be cut into stages because of {name!r}: forward writes into it, and an "
+            "attribute of a module shares its memory",
+            "Each micro-batch in flight has buffers of its own; the attribute would stay with those of another.",
+            "Look the buffer up by its name wherever it is used, or keep the model in one piece (--stages 1).",
+        )
+
+
 def _checkpointed(model: nn.Module, path: str) -> TraceError:
     what = "computes something else without torch.utils.checkpoint than with it"
     if is_deferred(model):
@@ -220,6 +238,7 @@ def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], leaves: 
         trained.constants if same else constants,
         tuple(sorted({*trained.leaves, *evaluated.leaves})),
         {**evaluated.suspects, **trained.suspects},
+        taken=trained.taken,
     )
 
 
@@ -230,14 +249,15 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], leaves: fr
         before = set(vars(model))
         try:
             # The tracer stores constants on the model, and forward may store anything; the model must stay the user's.
-            with same_attributes(model) as originals, traceable_only(model):
+            with same_attributes(model) as originals, traceable_only(model) as taken:
                 graph = tracer.trace(model, _defaults_beyond(model, inputs))
                 _drop_defaults(graph, len(inputs))
                 used = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - before
                 constants = {
                     name: originals.get(id(value), value) for name, value in vars(model).items() if name in used
                 }
-            return TracedModel(model, graph, None, constants, tuple(sorted(leaves)), tracer.suspects)
+            made = TracedModel(model, graph, None, constants, tuple(sorted(leaves)), tracer.suspects)
+            return replace(made, taken=frozenset(taken))
         except UsageError:
             raise
         except Exception as error:  # tracing runs the user's code, which may raise anything

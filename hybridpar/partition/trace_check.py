@@ -79,7 +79,7 @@ class TraceCheck:
                 output = model(*batch)
             self.changes.draws |= drawn != python_random_state()
             if training:
-                self.changes.written = writes.but_statistics(model)
+                self.changes.written = writes.names
             return output
 
         with untouched(model, training=training), torch.set_grad_enabled(training):
@@ -109,7 +109,7 @@ class TraceCheck:
                     self.model(*given)
                 attributes.append(attributes_of(self.model))
         counters = changed(*attributes)
-        self.changes = Changes(counters, counters, set(counters), written=writes.but_statistics(self.model))
+        self.changes = Changes(counters, counters, set(counters), written=writes.names)
 
     def difference(self, traced: TracedModel) -> str | None:
         """Where the graphs first differ from the model; None where they do not, or it cannot run."""

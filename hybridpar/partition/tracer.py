@@ -50,6 +50,7 @@ class TracedModel:
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
         changes: What forward changes beside its output.
+        taken: Names of attributes and tensors whose values the graph of training has as they were.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class TracedModel:
     leaves: tuple[str, ...] = ()
     suspects: Mapping[str, str] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
+    taken: frozenset[str] = frozenset()
 
 
 def stop_gradient(value: Any) -> Any:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
-from hybridpar.models.deferred import imagined, storage_of
-from hybridpar.models.state import same_attributes
+from hybridpar.models.deferred import imagined
+from hybridpar.models.state import same_attributes, storage_of
 from hybridpar.pipeline.stage_module import BorderFacts, StageModule, consumers_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.pipeline.step import PipelineOptions

@@ -35,6 +35,7 @@ from hybridpar.pipeline.stage_module import (
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
+from hybridpar.sync.batchnorm import require_separate_statistics
 from hybridpar.sync.stage_gradients import StageGradients, SyncLanes, open_sync_lanes
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class PipelineEngine:
         make_gradients: MakeGradients = StageGradients,
     ) -> None:
         check_stages(stages)
+        if options.sync.pool_batch_norm and (options.layout.replicas > 1 or micro_batches > 1):
+            require_separate_statistics(model)
         self.is_whole = isinstance(stages[0], WholeModel)
         self._context = context
         self._make_gradients = make_gradients
@@ -236,8 +239,7 @@ class PipelineEngine:
         from hybridpar.sync.figures import layer_bytes
 
         self.wait()  # the step under way uses the same process group
-        reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
-        sent = ChainMap(*(reducer.bytes_by_parameter() for reducer in reducers))
+        sent = ChainMap(*(reducer.bytes_by_parameter() for reducer in self.executor.reducers))
         parts: list[Any] = self.world.gather(dict(sent))
         return layer_bytes(self.model, ChainMap(*parts))
 

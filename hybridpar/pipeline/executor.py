@@ -39,6 +39,7 @@ from hybridpar.sync.stage_gradients import StepGradients
 
 if TYPE_CHECKING:
     from hybridpar.comm.transport import Channel, Grid, MessagePart
+    from hybridpar.sync.reducer import Reducer
 
 #: What a worker does in a step also where it has no sample: its gradients are zero, and added to those of the others.
 _WITHOUT_SAMPLES = frozenset({Kind.SYNC, Kind.REPORT, Kind.DECIDE, Kind.STEP})
@@ -283,14 +284,18 @@ class Executor:
             if lane.failure is not None:
                 lane.failure.throw()
 
+    @property
+    def reducers(self) -> list[Reducer]:
+        """What sums the gradients of stages that have replicas."""
+        return [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
+
     # --------------------------------------------------------------- preparing
 
     def _rebuild_buckets(self) -> None:
         """Rebuild buckets if needed; the lanes must be idle for that."""
-        reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
-        if reducers and any(reducer.is_due() for reducer in reducers):
+        if any(reducer.is_due() for reducer in self.reducers):
             self.wait()
-            for reducer in reducers:
+            for reducer in self.reducers:
                 reducer.rebuild_buckets()
 
     def _program(self, count: int, facts: BorderFacts | None) -> tuple[Program, _Part]:

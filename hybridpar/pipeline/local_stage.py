@@ -96,7 +96,9 @@ class LocalStage:
             self.reducer = kind(*given, measure=self.measured, exact=exact, nodes=nodes)
         self.gradients: StageGradients = self.reducer or make_gradients(named, lane, measure=self.measured)
         pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
-        self.batch_norm = run.batch_norm = BatchNormPool(self.module, norm_group, lane.device) if pooled else None
+        self.batch_norm = BatchNormPool(self.module, norm_group, lane.device) if pooled else None
+        if self.batch_norm is not None:
+            run.pool_batch_norm(self.batch_norm)
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
         #: Buffers that are no statistics of BatchNorm, which replicas have in common.
@@ -120,8 +122,7 @@ class LocalStage:
 
     def start(self, step: int, gradients: StepGradients) -> None:
         """Begin a step."""
-        if self.replicas.size > 1 and not self.replica_buffers.shared and any(self.run.buffers):
-            name = next(name for held in self.run.buffers for name in held)
+        if (name := self.replica_buffers.unshared()) is not None:
             raise UsageError(
                 f"forward has registered a buffer {name!r}, the first of stage {self.run.index}, after the first step",
                 "Replicas have their buffers in common; after the first step they agree on whether there are any.",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.models.deferred import storage_of
+from hybridpar.models.state import storage_of
 
 #: Smaller storages stay: starting a copy takes about as long as copying so many bytes.
 LEAST_BYTES = 64 << 10

@@ -31,9 +31,9 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from hybridpar.models.state import DispatchMode, HeldState, held_state, put_state
+from hybridpar.models.state import DispatchMode, HeldState, TensorCopies, held_state, put_state, storage_of
 from hybridpar.pipeline.stage_module import StageModule, module_of
-from hybridpar.sync.batchnorm import BatchNormPool
+from hybridpar.sync.batchnorm import BatchNormPool, is_expanded
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.offload import Parked
@@ -266,17 +266,15 @@ class StageRun:
         self.batch_norm: BatchNormPool | None = None
         #: Micro-batches whose activations are kept now.
         self.flights: dict[int, _Flight] = {}
-        norms = {module for module in self.module.modules() if isinstance(module, _BatchNorm)}
-        statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values() if buffer is not None}
-        others = [module._buffers for module in self.module.modules() if module not in norms]
-        #: Buffers that autograd may save for a backward pass; statistics of BatchNorm it does not.
-        self.buffers = [held for held in others if statistics.isdisjoint(map(id, held.values()))]
-        # Writing through `.data` leaves no mark on a tensor, so what the trace saw counts as changed in every pass.
+        #: Buffers that a pass may write into, and autograd save for a backward pass.
+        self._buffers = [module._buffers for module in self.module.modules()]
+        # Writing through `.data`, and BatchNorm's writing, leaves no mark on a tensor, so what the trace saw, and the
+        # statistics of layers that may be trained later, count as changed in every pass.
         self._written = {
             (id(module._buffers), name)
             for path, module in self.module.named_modules()
             for name in module._buffers
-            if (f"{path}.{name}" if path else name) in stage.written
+            if isinstance(module, _BatchNorm) or (f"{path}.{name}" if path else name) in stage.written
         }
         #: Of each: where it is held, the tensor of the step's first pass and of the last, its version and its address.
         self.seen: dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, Tensor, int, int]] = {}
@@ -287,6 +285,11 @@ class StageRun:
         self.loss_scale: Tensor | None = None
         #: The most micro-batches whose activations were ever kept at a time.
         self.peak_in_flight = 0
+
+    def pool_batch_norm(self, pool: BatchNormPool) -> None:
+        """Let what pools the statistics of BatchNorm see each pass; a pass does not write into those."""
+        self.batch_norm = pool
+        self._buffers = [module._buffers for module in self.module.modules() if module not in {*pool.layers}]
 
     def start_step(self, step: int) -> None:
         """Forget the losses of the step before, and whatever a step that was given up has left."""
@@ -317,7 +320,7 @@ class StageRun:
             leaf = value.detach()
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*taken, *leaves.values())
-        if not self._recompute and any(self.buffers):
+        if not self._recompute and any(self._buffers):
             self._protect_buffers()
         flight = self.flights[index] = _Flight(leaves, share=share, target=target)
         self.peak_in_flight = max(self.peak_in_flight, len(self.flights))
@@ -348,23 +351,30 @@ class StageRun:
 
     def _protect_buffers(self) -> None:
         """Give buffers that change other memory where passes are in flight: autograd may have saved what they were."""
-        copies: dict[int, Tensor] = {}
-        for held in self.buffers:
-            for name, buffer in held.items():
-                if buffer is not None:
-                    _, first, last, *facts = self.seen.get((id(held), name), (held, buffer, None))
-                    first = first if last is buffer else buffer
-                    same = last is buffer and facts == [buffer._version, buffer.data_ptr()]
-                    if self.flights and (not same or (id(held), name) in self._written):
-                        held[name] = buffer = copies.setdefault(id(buffer), buffer.detach().clone())
-                    self.seen[id(held), name] = held, first, buffer, buffer._version, buffer.data_ptr()
+        present = [
+            (held, name, buffer) for held in self._buffers for name, buffer in held.items() if buffer is not None
+        ]
+        changed = set()  # storages: what shares memory goes on sharing it
+        for held, name, buffer in present:
+            *_, last, version, address = self.seen.get((id(held), name), (None, 0, 0))
+            same = last is buffer and (version, address) == (buffer._version, buffer.data_ptr())
+            if not same or (id(held), name) in self._written:
+                changed.add(storage_of(buffer))
+        copies = TensorCopies()
+        for held, name, buffer in present:
+            _, first, last, *_ = self.seen.get((id(held), name), (held, buffer, None))
+            first = first if last is buffer else buffer
+            if self.flights and storage_of(buffer) in changed:
+                held[name] = buffer = copies.of(buffer)
+            self.seen[id(held), name] = held, first, buffer, buffer._version, buffer.data_ptr()
 
     @torch.no_grad()
     def put_back_buffers(self) -> None:
         """Write what was given other memory to where it was; but what forward has assigned since stays."""
         for (_, name), (held, first, last, *_) in self.seen.items():
             if first is not last is held.get(name) and (first.shape, first.dtype) == (last.shape, last.dtype):
-                held[name] = first.copy_(last)
+                # Into what is expanded nothing can be written: it changes only where it is a view of what does.
+                held[name] = first if is_expanded(first) else first.copy_(last)
         self.seen.clear()
 
     def _run(self, flight: _Flight, index: int) -> None:

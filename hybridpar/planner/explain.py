@@ -104,8 +104,8 @@ def notes(answer: Answer) -> list[str]:
     lines = [f"{answer.considered:,} plans simulated, of which {unfit:,} do not fit into memory"]
     if inputs.profile.noise > NOISY:
         lines.append(
-            f"the profile's noise is {100 * inputs.profile.noise:.0f} %, so its times are doubtful, though plans only "
-            f"{100 * answer.noise:.0f} % apart count as equal: measure again when nothing else runs"
+            f"the times of layers differed by {100 * inputs.profile.noise:.0f} % from one measurement to the next: "
+            "measure again when nothing else runs"
         )
     if inputs.cluster.workers > inputs.workers:
         lines.append(f"a batch of {inputs.batch} feeds {inputs.workers} of {inputs.cluster.workers} workers")

@@ -76,9 +76,8 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
         hosts = _hosts(workers, world.device.type, *_copy_rates(world))
         with world.named_errors("measuring the links between workers"):
             levels = _levels(world, [worker.host for worker in workers], seconds) if world.size > 1 else {}
-        return ClusterSpec(
-            name=f"a job over {world.transport}" if world.size > 1 else "this machine", hosts=hosts, **levels
-        )
+        name = "this machine" if len({worker.host for worker in workers}) == 1 else "these machines"
+        return ClusterSpec(name=name, hosts=hosts, **levels)
 
     def doubt(tries: Sequence[ClusterSpec]) -> float:
         return float(not _still_true(tries[-1], world))

@@ -116,11 +116,11 @@ def resolve(
     )
 
 
-def cut_for_recompute(config: TrainConfig, workers: int) -> TrainConfig:
+def cut_for_recompute(config: TrainConfig, workers: int, stages: int = 8) -> TrainConfig:
     """The options with stages for `--recompute all` without any: one after the other on the device of each worker."""
     if "all" not in config.recompute or config.is_staged:
         return config
-    return replace(config, stages=8, replicas=config.replicas or workers, placement=config.placement or "loop")
+    return replace(config, stages=stages, replicas=config.replicas or workers, placement=config.placement or "loop")
 
 
 def compute_of(config: TrainConfig, threads: int | None = None) -> Compute:

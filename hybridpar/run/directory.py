@@ -171,6 +171,7 @@ def recall_options(config: _Config, model: str) -> tuple[_Config, tuple[str, ...
             "A resumed run goes on with its own model, and images as the model has seen them.",
             f"Leave --{option} away, or start a new run.",
         )
+        was = "not given before" if before is None else was
         changed.append(f"resumed  {option}: {was} -> {is_now} after step {step_of(checkpoint)}")
     return dataclasses.replace(config, **taken), tuple(changed)
 

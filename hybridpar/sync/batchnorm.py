@@ -40,7 +40,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.world import World
-from hybridpar.errors import SyncError
+from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes.base import Constants
 
 if TYPE_CHECKING:
@@ -220,6 +220,20 @@ def _can_pool(layer: nn.Module) -> bool:
     )
 
 
+def require_separate_statistics(model: nn.Module) -> None:
+    """Refuse layers that are pooled and share a buffer: each would move it from where it was before the step."""
+    users: dict[int, str] = {}
+    for path, layer in model.named_modules():
+        for buffer in (layer.running_mean, layer.running_var, layer.num_batches_tracked) if _can_pool(layer) else ():
+            first = users.setdefault(id(buffer), path)
+            if first != path:
+                raise UsageError(
+                    f"the BatchNorm layers {first!r} and {path!r} share running statistics",
+                    "Statistics move once per step, by all micro-batches and replicas, and each layer's by themselves.",
+                    "Give each layer buffers of its own, use one layer twice, or --batch-norm local.",
+                )
+
+
 class BufferRollback:
     """Puts the buffers of a model back to what they were at the beginning of a step, which is rolled back.
 
@@ -250,7 +264,7 @@ class BufferRollback:
             self._before, self._forms = present, forms
             kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
             for index, buffer in enumerate(present):
-                if buffer is not None:
+                if buffer is not None and not is_expanded(buffer):  # nothing can be written into such
                     kinds[buffer.device, _plain(buffer).dtype].append(index)
             self._copies = [_Copies(indices, present) for indices in kinds.values()]
         for copies in self._copies:
@@ -298,6 +312,12 @@ class BufferRollback:
         before = [self._forms[index] for index in assigned]
         alike = [a and b and a[:3] == b[:3] for a, b in zip(forms, before, strict=True)]
         return all(alike) and all(names[id(self._before[index])] == 1 for index in assigned)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as in what `expand` returns."""
+    strides = tensor.stride() if tensor.layout == torch.strided else ()
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=False))
 
 
 class _Copies:
@@ -354,6 +374,11 @@ class ReplicaBuffers:
         self._latest: Tensor | None = None
         #: Whether there are other replicas, and buffers that are no statistics of BatchNorm; all know the same.
         self.shared = replicas.size > 1 and any(inside._buffers for inside in self._modules)
+
+    def unshared(self) -> str | None:
+        """The first buffer, where there were none when replicas agreed on that."""
+        names = (name for inside in self._modules for name in inside._buffers)
+        return next(names, None) if self._replicas.size > 1 and not self.shared else None
 
     def share(self, *, new: bool = False) -> None:
         """Give all replicas the first one's values between two steps; a collective. With `new`, where none had any."""

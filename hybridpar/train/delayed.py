@@ -108,7 +108,7 @@ class DoubleBufferEngine(Engine):
         return JoinedOutcome(outcomes)
 
     def _late_step(self, given: StepRequest) -> StepOutcome:
-        reducers = [stage.reducer for stage in self.pipeline.stages.values()]
+        reducers = self.pipeline.executor.reducers
         ages = [reducer.staleness for reducer in reducers if isinstance(reducer, DelayedReducer)]
         outcome = super().step(given)
         outcome.staleness = float(max(ages, default=0))

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,9 @@ from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import StepOutcome, StepRequest, whole_options
 from hybridpar.plan import ResolvedPlan
+from hybridpar.sync.batchnorm import is_expanded
 from hybridpar.sync.stage_gradients import StageGradients, SyncOptions
-from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
+from hybridpar.train.stages import TakenValues, check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
     from hybridpar.optim.ema import ModelAverage
@@ -91,14 +92,18 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
         _check_complex(model, plan, config)
+        if world.size > 1:
+            _check_expanded(model)
         self.model = model
         self.own_only = parts.own_only
         self.plan = plan
         self._modes = modes_of_graphs(model, parts.stages or ())
+        self._taken = TakenValues(model, parts.stages or ())
         self._config, self._world, self._lanes = config, world, parts.lanes
         self._factory = parts.optimizer
         self._given: torch.optim.Optimizer | None = None  # what the factory made
-        self._closed_to_groups: WeakSet[torch.optim.Optimizer] = WeakSet()
+        #: Optimizers that are given no more parameters, and how many groups they have.
+        self._closed_to_groups: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []
@@ -271,7 +276,7 @@ class Engine:
                     "Make the optimizer from the model that the factory is given.",
                 )
             vars(self._given)["add_param_group"] = _refuse_more
-            self._closed_to_groups.add(self._given)
+            self._closed_to_groups[self._given] = len(self._given.param_groups)
         optimizer, layout = self._given, self.plan.layout
         is_sharded = self.plan.sync.shard_optimizer and layout.replicas > 1
         if self.plan.is_staged or is_sharded:
@@ -282,7 +287,7 @@ class Engine:
 
                 params = owned(module, layout.replica_of(self._world.rank), layout.replicas)
             optimizer = part_of(optimizer, params)  # which refuses more groups as the one given does
-            self._closed_to_groups.add(optimizer)
+            self._closed_to_groups[optimizer] = len(optimizer.param_groups)
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -315,6 +320,10 @@ class Engine:
         """Train on this replica's share of one global batch."""
         if self._modes:
             check_modes(self._modes)
+        self._taken.check()
+        for optimizer, groups in self._closed_to_groups.items():
+            if len(optimizer.param_groups) != groups:  # appended to the list
+                _refuse_more()
         executor, total = self.pipeline.executor, request.global_samples
         if total is None and self.pipeline.replicas == 1:
             total = request.weight
@@ -538,6 +547,17 @@ def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) ->
         raise refuse(f"the complex parameter {name!r}", option, "It changes gradients of real numbers.")
 
 
+def _check_expanded(model: nn.Module) -> None:
+    """Refuse buffers that cannot be written into where workers exchange them."""
+    name = next((name for name, buffer in model.named_buffers() if is_expanded(buffer)), None)
+    if name is not None:
+        raise UsageError(
+            f"the elements of the buffer {name!r} share memory: it is an expanded tensor",
+            "Workers take each other's buffers, and torch writes into no such tensor.",
+            "Register a copy: register_buffer(name, value.expand(...).clone()).",
+        )
+
+
 def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
     """Refuse to divide an optimizer that looks at all parameters together."""
     if optimizer.defaults.get("max_grad_norm") is not None:
@@ -548,8 +568,8 @@ def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
         )
 
 
-def _refuse_more(group: Mapping[str, Any]) -> None:
-    """In the place of an optimizer's `add_param_group`."""
+def _refuse_more(group: Mapping[str, Any] | None = None) -> None:
+    """In the place of an optimizer's `add_param_group`, and where that was gone round."""
     raise UsageError(
         "the optimizer is given more parameters while training",
         "Stages, workers and the schedule of rates divide what the optimizer was made with.",

@@ -5,6 +5,7 @@ Rank 0 measures the model and cuts it; the others follow its plan, so that noise
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, named_tenso
 from hybridpar.models.state import same_modes
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
-from hybridpar.planner.resolve import lane_threads
+from hybridpar.planner.resolve import cut_for_recompute, lane_threads, resolve
 
 if TYPE_CHECKING:
     from hybridpar.partition.stage import Stage
@@ -42,6 +43,7 @@ def cut_model(
     """Cut a model into the stages of a plan; a collective."""
     if not any(stage.units for stage in plan.partition.stages):
         layout, device = plan.layout, example.device
+        fewer = "all" in config.recompute and not config.is_staged  # nobody asked for so many stages
 
         def make() -> str:
             """Measure and cut on rank 0; an error there is raised on all workers."""
@@ -55,11 +57,16 @@ def cut_model(
                     measured.to(memory_format=torch.channels_last)
             with autocast(config.amp, device):
                 made = partition.partition_model(
-                    measured, example, layout.stages, threads=threads, cache=measurements_directory()
+                    measured, example, layout.stages, fewer=fewer, threads=threads, cache=measurements_directory()
                 )
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make, long=True)))
+        if (count := len(made.partition.stages)) < layout.stages:
+            layout = resolve(cut_for_recompute(config, world.size, count), world.size).layout
+            placement = plan.placement.model_copy(update={"layout": layout})
+            pipeline = plan.pipeline.model_copy(update={"recompute": tuple(range(count))})
+            plan = plan.model_copy(update={"placement": placement, "pipeline": pipeline})
         facts = {"memory_format", "dtype", "seed"}
         measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
@@ -100,6 +107,76 @@ def check_modes(modes: Iterable[tuple[str, nn.Module, bool]]) -> None:
                 "What the model computes depends on it, and its graph was made before.",
                 "Put it back, or into that mode before the Trainer is made, or keep the model whole (--stages 1).",
             )
+
+
+class TakenValues:
+    """What the graphs of stages have of a model as it was when they were made; a step with something else is refused.
+
+    Modules that a graph calls are looked at in every pass.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+        taken = set[str]().union(*(stage.taken for stage in stages))
+        called = {module for stage in stages for module in stage.modules()}
+        #: Parameters, buffers and modules inside of modules that the stages do not have.
+        self._held: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        #: Attributes, and tensors that something was computed from.
+        self._values: list[tuple[str, dict[str, Any], Any]] = []
+        for path, module in model.named_modules() if stages else ():
+            prefix = f"{path}." if path else ""
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers, module._modules):
+                if module not in called:
+                    self._held.append((prefix, held, dict(held)))
+                self._values += [(prefix + name, held, _copied(held[name])) for name in held if prefix + name in taken]
+            held = vars(module)
+            for name in held:
+                if prefix + name in taken:  # graphs have tensors themselves, and see when they are written into
+                    value = held[name]
+                    self._values.append(
+                        (prefix + name, held, value if isinstance(value, torch.Tensor) else _copied(value))
+                    )
+
+    def check(self) -> None:
+        """Refuse a step for which something has changed."""
+        for prefix, held, before in self._held:
+            if held.keys() != before.keys() or any(held[name] is not before[name] for name in before):
+                names = {*held.items()} ^ {*before.items()}
+                _refuse_changed(prefix + min(name for name, _ in names))
+        for name, held, value in self._values:
+            present = held.get(name.rpartition(".")[2])
+            if present is not value and not _equals(present, value):
+                _refuse_changed(name)
+
+
+def _copied(value: Any) -> Any:
+    """What a value is compared with later; something that cannot be compared is itself."""
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else value.detach().clone()
+    return copy.deepcopy(value) if _is_plain(value) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.Size))
+
+
+def _equals(present: Any, value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(present, torch.Tensor) and torch.equal(present, value)
+    return type(present) is type(value) and _is_plain(present) and present == value
+
+
+def _refuse_changed(name: str) -> None:
+    raise UsageError(
+        f"{name!r} of the model has changed since it was cut into stages",
+        "Stages are made from a graph of the model, which has the value that was read when it was traced.",
+        "Keep what changes in a buffer that forward uses as it is and that is written into, set fx_leaf = True on the "
+        "class whose forward reads it, which is then kept whole, or keep the model in one piece (--stages 1).",
+    )
 
 
 def pipeline_options(

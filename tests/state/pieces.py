@@ -198,6 +198,33 @@ class AddsMean(nn.BatchNorm1d):
 enter("batch_norm_subclass", lambda: AddsMean(WIDTH))
 
 
+@piece(lin=linear, norm=lambda: nn.BatchNorm1d(WIDTH))
+def norm_in_both_modes(self, x):
+    training = self.norm.training
+    self.norm.eval()
+    x = self.norm(self.lin(x)) + self.norm.train(training)(x)
+    return x
+
+
+@piece(lin=linear, norm=lambda: nn.BatchNorm1d(WIDTH))
+def norm_by_function(self, x):
+    return self.norm(x) + functional.batch_norm(self.lin(x), self.norm.running_mean, self.norm.running_var)
+
+
+@piece(lin=linear, mean=lambda: zeros(WIDTH), variance=lambda: ones(WIDTH))
+def statistics_by_function(self, x):
+    scaled = self.lin(x) * self.variance
+    return scaled + functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+@piece(lin=linear, scale=lambda: ones(WIDTH))
+def scale_written_by_data(self, x):
+    x = self.lin(x) * self.scale
+    if self.training:
+        self.scale.data.lerp_(x.detach().abs().mean(0), 0.1)
+    return x
+
+
 # ---------------------------------------------------------------- buffers
 
 
@@ -312,11 +339,43 @@ class SharesBuffer(nn.Module):
 enter("buffer_shared", SharesBuffer)
 
 
-@piece(lin=linear, mean=lambda: nn.Buffer(torch.randn(WIDTH, WIDTH) / 4))
-def teacher_in_a_buffer(self, x):
-    if self.training:
-        self.mean.lerp_(self.lin.weight.detach(), 0.1)
-    return self.lin(x) + functional.linear(x, self.mean)
+def buffer_shared_by_data() -> nn.Module:
+    layers = nn.Sequential(PIECES["scale_written_by_data"](), nn.Tanh(), PIECES["scale_written_by_data"]())
+    layers[2].scale = layers[0].scale
+    return layers
+
+
+def statistics_shared() -> nn.Module:
+    """One layer trains, the other only reads."""
+    layers = nn.Sequential(nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH).eval())
+    layers[2].running_mean, layers[2].running_var = layers[0].running_mean, layers[0].running_var
+    return layers
+
+
+enter("buffer_shared_by_data", buffer_shared_by_data)
+enter("statistics_shared", statistics_shared)
+
+
+@piece(lin=linear, scale=lambda: nn.Buffer(torch.ones(1).expand(WIDTH)))
+def buffer_expanded(self, x):
+    return self.lin(x) * self.scale
+
+
+class ViewOfBuffer(nn.Module):
+    """A buffer that is a view of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(torch.ones(WIDTH))
+        self.first = nn.Buffer(self.scale.view(4, 4)[:, :1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.lerp_(x.detach().abs().mean(0), 0.1)
+        return x / (self.first.mean() + 1)
+
+
+enter("view_of_a_buffer", ViewOfBuffer)
 
 
 # ---------------------------------------------------------------- parameters

@@ -132,7 +132,10 @@ def _buffers(model: nn.Module) -> Iterator[Any]:
             module._buffers.clear()
             module._buffers.update(held)
         for one, value in values:
-            one.set_(value)
+            if (one.shape, one.dtype) == (value.shape, value.dtype) and 0 not in one.stride():
+                one.copy_(value)  # which may share memory with another
+            else:
+                one.set_(value)
 
     yield restore
 

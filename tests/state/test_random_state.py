@@ -30,6 +30,14 @@ REFUSALS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ),
     (r".* cannot be cut into stages because of .*: forward writes into it", lambda case: case.has("changes")),
     (r"counter_of_the_root changes its attribute 'calls'", lambda case: True),
+    (
+        r"the BatchNorm layers .* share running statistics",
+        lambda case: "statistics_shared" in case.pieces and case.batch_norm == "pooled",
+    ),
+    (
+        r"the elements of the buffer .* share memory",
+        lambda case: "buffer_expanded" in case.pieces and case.workers > 1,
+    ),
     (r"cannot trace .*", lambda case: case.joining == "buffer_of_the_root"),
     (r"features cannot be cut into stages", lambda case: case.joining == "features_by_hook"),
     (r"'.*', which leaves stage \d, needs a gradient now", lambda case: case.frozen > 0),

@@ -191,6 +191,11 @@ def test_parameters_that_join_an_optimizer_are_refused(stages):
         with pytest.raises(UsageError, match="more parameters while training"):
             made.add_param_group({"params": net[0].weight, "lr": 0.01})
         trainer.step((X, Y))
+        made.param_groups.append({**made.param_groups[0], "params": [net[0].weight]})
+        with pytest.raises(UsageError, match="more parameters while training"):
+            trainer.step((X, Y))
+        made.param_groups.pop()
+        trainer.step((X, Y))
     made.add_param_group({"params": net[0].weight, "lr": 0.01})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridpar import TrainConfig, Trainer
 from hybridpar.errors import TraceError, UsageError
 from tests.state.pieces import PIECES
+from tests.train.training import plain_loop
 
 IMAGES, LABELS = torch.randn(6, 12, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 5
 
@@ -44,6 +46,10 @@ def make(kind: Callable[[], nn.Module]) -> nn.Sequential:
     )
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def train(kind: Callable[[], nn.Module], *, schedule: str = "1f1b", recompute: tuple[int, ...] = ()) -> None:
     config = TrainConfig(plan="none", stages=2, micro_batches=3, schedule=schedule, recompute=recompute)
     with Trainer(make(kind), config=config, example=IMAGES[:2]) as trainer:
@@ -66,3 +72,21 @@ def test_what_no_order_of_passes_can_keep_is_refused_by_name() -> None:
         train(CheckpointedNorm, schedule="gpipe")
     with pytest.raises(TraceError, match=r"'2\.lin\.weight', of 2\.lin"):
         train(PIECES["weight_clamped"], schedule="gpipe")
+
+
+@pytest.mark.parametrize("layers", [2, 3, 12])
+def test_all_is_recomputed_also_of_a_model_with_less_units_than_eight(layers: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(12, 12) for _ in range(layers)))
+    twin = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    config = TrainConfig(plan="none", recompute=("all",))
+    with Trainer(net, optimizer=sgd, config=config, example=IMAGES) as trainer:
+        count = min(layers, 8)
+        assert (trainer.plan.layout.stages, trainer.plan.pipeline.recompute) == (count, tuple(range(count)))
+        for _ in range(2):
+            trainer.step((IMAGES, LABELS))
+        trainer.wait()
+    plain_loop(twin, optimizer, [(IMAGES, LABELS)] * 2)
+    for mine, wanted in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -41,6 +41,9 @@ class PlanRequest(ModelArgument, TrainConfig, FileOptions, PlanFiles):
     It takes the options of `hybridpar train`, and decides what `hybridpar train` would decide. For all of them:
     `hybridpar plan --help-all`.
     """
+
+    #: Nothing is trained, so nothing is saved.
+    without_effect: ClassVar[tuple[str, ...]] = ("run_dir", "resume", "checkpoints", "log")
 
     def check(self) -> None:
         """Check what can be checked without the data and the machine."""

@@ -56,7 +56,7 @@ def test_workers_plan_together_and_run_the_finalists(tmp_path):
     output = tmp_path / "plan.json"
     first, second = run_ranks(planned, 2, str(tmp_path / "cache"), str(output))
     assert second == "", "one worker prints"
-    assert "on a job over shared memory: 2 workers, fidelity exact" in first
+    assert "on this machine: 2 workers, fidelity exact" in first
     for part in ("chosen", "exposed sync", "about these figures", "planning took", str(output)):
         assert part in first
     assert "a run of 80 steps is not planned by hybridpar train" in first
