@@ -187,6 +187,7 @@ class PipelineEngine:
                 forward=self.forwards[index],
                 loss=loss if index == layout.stages - 1 else None,
                 recompute=index in options.recompute,
+                overlaps=self.micro_batches > 1,
                 keys=keys,
                 context=self._context,
             )

@@ -249,6 +249,7 @@ class StageRun:
         forward: Callable[..., Any] | None = None,
         loss: Callable[[Any, Any], Tensor] | None = None,
         recompute: bool = False,
+        overlaps: bool = True,
         keys: RandomKeys | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -260,6 +261,8 @@ class StageRun:
         self._call: Callable[..., Any] = self.module if forward is None else forward
         self._loss = loss
         self._recompute = recompute
+        #: Whether other passes run between a forward pass and the backward pass that reads what it saved.
+        self._overlaps = overlaps and not recompute
         self._keys = keys
         self._context = context
         #: What pools the statistics of BatchNorm, where something does.
@@ -320,7 +323,7 @@ class StageRun:
             leaf = value.detach()
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*taken, *leaves.values())
-        if not self._recompute and any(self._buffers):
+        if self._overlaps and any(self._buffers):
             self._protect_buffers()
         flight = self.flights[index] = _Flight(leaves, share=share, target=target)
         self.peak_in_flight = max(self.peak_in_flight, len(self.flights))

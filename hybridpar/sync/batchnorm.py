@@ -264,7 +264,8 @@ class BufferRollback:
             self._before, self._forms = present, forms
             kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
             for index, buffer in enumerate(present):
-                if buffer is not None and not is_expanded(buffer):  # nothing can be written into such
+                # Nothing can be written into an expanded buffer.
+                if buffer is not None and (buffer.is_contiguous() or not is_expanded(buffer)):
                     kinds[buffer.device, _plain(buffer).dtype].append(index)
             self._copies = [_Copies(indices, present) for indices in kinds.values()]
         for copies in self._copies:

@@ -98,7 +98,7 @@ class Engine:
         self.own_only = parts.own_only
         self.plan = plan
         self._modes = modes_of_graphs(model, parts.stages or ())
-        self._taken = TakenValues(model, parts.stages or ())
+        self._taken = TakenValues(model, parts.stages) if parts.stages else None
         self._config, self._world, self._lanes = config, world, parts.lanes
         self._factory = parts.optimizer
         self._given: torch.optim.Optimizer | None = None  # what the factory made
@@ -320,7 +320,8 @@ class Engine:
         """Train on this replica's share of one global batch."""
         if self._modes:
             check_modes(self._modes)
-        self._taken.check()
+        if self._taken is not None:
+            self._taken.check()
         for optimizer, groups in self._closed_to_groups.items():
             if len(optimizer.param_groups) != groups:  # appended to the list
                 _refuse_more()

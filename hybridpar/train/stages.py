@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,11 +123,11 @@ class TakenValues:
         self._held: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         #: Attributes, and tensors that something was computed from.
         self._values: list[tuple[str, dict[str, Any], Any]] = []
-        for path, module in model.named_modules() if stages else ():
+        for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
             held: dict[str, Any]
             for held in (module._parameters, module._buffers, module._modules):
-                if module not in called:
+                if module not in called and held:
                     self._held.append((prefix, held, dict(held)))
                 self._values += [(prefix + name, held, _copied(held[name])) for name in held if prefix + name in taken]
             held = vars(module)
@@ -140,7 +141,7 @@ class TakenValues:
     def check(self) -> None:
         """Refuse a step for which something has changed."""
         for prefix, held, before in self._held:
-            if held.keys() != before.keys() or any(held[name] is not before[name] for name in before):
+            if held.keys() != before.keys() or not all(map(operator.is_, held.values(), before.values())):
                 names = {*held.items()} ^ {*before.items()}
                 _refuse_changed(prefix + min(name for name, _ in names))
         for name, held, value in self._values:
