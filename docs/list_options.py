@@ -25,7 +25,9 @@ def options_list() -> str:
     texts, lines = option_texts(TrainConfig), []
     for title, kinds in GROUPS.items():
         rows = [
-            (f"`{option.name}`", as_text(option.default), texts[option.name]) for kind in kinds for option in fields(kind)
+            (f"`{option.name}`", as_text(option.default), texts[option.name])
+            for kind in kinds
+            for option in fields(kind)
         ]
         lines += [f"### {title}", "", *table(("option", "default", ""), rows), ""]
     for option, kind in specs():

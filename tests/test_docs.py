@@ -17,11 +17,15 @@ import shlex
 import shutil
 import sys
 import tomllib
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
 from hybridpar import cli
 from hybridpar.comm.world import World
@@ -33,6 +37,8 @@ from hybridpar.observe.loggers import LOGGERS
 from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.run.run import run_training
 from hybridpar.schedule.schedules import SCHEDULES
+from tests.integrations.test_accelerate import StandIn
+from tests.integrations.test_lightning import library
 from tests.ranks import run_ranks
 from tests.runs import restored_modes
 from tests.server.jobs import placed, store
@@ -110,19 +116,50 @@ def test_blocks_run(documents: list[Path], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
     for registry in (CODECS, LOGGERS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
+    (tmp_path / "new-photos").symlink_to("photos/temple")
     done: set[str] = set()
-    for block in (block for document in documents for block in blocks(document) if block.runs):
-        if block.kind == "python":
-            exec(compile(block.code, block.place, "exec", dont_inherit=True), {"__name__": "__main__"})
-        elif block.kind == "bash":
-            for command in block.commands():
-                if command[0] not in SETUP and shlex.join(command) not in done:
-                    done.add(shlex.join(command))
-                    run(command, block)
+    with stand_ins():
+        for block in (block for document in documents for block in blocks(document) if block.runs):
+            if block.kind == "python":
+                exec(compile(block.code, block.place, "exec", dont_inherit=True), {"__name__": "__main__"})
+            elif block.kind == "bash":
+                for command in block.commands():
+                    if command[0] not in SETUP and shlex.join(command) not in done:
+                        done.add(shlex.join(command))
+                        run(command, block)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Classes for those of trainers that the suite does not install; at the end no process group is left."""
+    with library(real=False), pytest.MonkeyPatch.context() as patch:
+        for name, entries in {
+            "lightning.pytorch": {"Trainer": SimpleNamespace},
+            "accelerate": {"Accelerator": StandIn},
+            "transformers": {"Trainer": StandInOfTransformers, "TrainerCallback": object},
+        }.items():
+            patch.setitem(sys.modules, name, ModuleType(name))
+            vars(sys.modules[name]).update(entries)
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class StandInOfTransformers:
+    """What `compress_trainer` needs of a Trainer of transformers."""
+
+    optimizer = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.accelerator = model, StandIn()
+        self.accelerator.prepare_model = self.accelerator.prepare  # type: ignore[attr-defined]
+
+    def add_callback(self, callback: object) -> None:
+        """As theirs."""
 
 
 def run(command: list[str], block: Block) -> None:
-    """Run a command in this process, or `train` in as many that have imported torch: tests of `machine` start new ones."""
+    """Run a command in this process, or `train` in several with torch; tests of `machine` start new ones."""
     assert command[0] == "hybridpar", f"{block.place}: {shlex.join(command)}"
     name, *words = command[1:]
     if name in ("train", "plan"):
