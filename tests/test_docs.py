@@ -5,7 +5,7 @@ examples in it, as a checkout has. `pip` and `make` install and start what runs 
 checked. A comment above a block changes that:
 
     <!-- not run: reason -->                 too long, or needs what a test does not have; commands must still parse
-    <!-- run with: --steps 2 -->             options that `train` and `plan` get in addition, to be short
+    <!-- run with: --steps 2 -->             options that `train`, `plan` and `tune` get besides, to be short
     <!-- run with: tests.small_nets:plain --steps 2 -->     and a model that takes the place of theirs
 """
 
@@ -162,7 +162,7 @@ def run(command: list[str], block: Block) -> None:
     """Run a command in this process, or `train` in several with torch; tests of `machine` start new ones."""
     assert command[0] == "hybridpar", f"{block.place}: {shlex.join(command)}"
     name, *words = command[1:]
-    if name in ("train", "plan"):
+    if name in ("train", "plan", "tune") and not words[0].startswith("-"):
         extra = block.note.removeprefix("run with: ").split()
         if extra and not extra[0].startswith("-"):
             words[0] = extra.pop(0)
