@@ -27,7 +27,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from hybridpar.tvm_kernels.cuda_space import bank_conflicts, lane_addresses
 from hybridpar.tvm_kernels.schedules import cpu_gather, cuda, geometry
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -107,8 +107,9 @@ def draw_box(axes: Axes, rows: range, columns: range, colour: str = "none", edge
 
 def draw_block(axes: Axes) -> None:
     """A GPU's blocks of threads, and what a thread of the first one computes."""
-    tile = cuda.Tile(**cuda.default(LAYER, Direction.FORWARD, Layout.CONTIGUOUS))
-    sizes = cuda.Tiling(LAYER, Direction.FORWARD, Layout.CONTIGUOUS, "float32", tile)
+    key = KernelKey(Direction.FORWARD, LAYER, Layout.CONTIGUOUS, 1, "a GPU")
+    tile = cuda.Tile(**cuda.default(key))
+    sizes = cuda.Tiling(key, tile)
     (tall, wide), (high, across), (top, left) = sizes.block, sizes.shared, sizes.first
     for row in range(0, LAYER.out_height, tall):
         for column in range(0, LAYER.out_width, wide):
@@ -156,7 +157,7 @@ def draw_banks(axes: Axes) -> None:
     labels = []
     for at, (columns, virtual) in enumerate(SPLITS):
         tile = cuda.Tile(1, 1, 32, 8, virtual, columns, 2, 0)
-        sizes = cuda.Tiling(SPLIT_LAYER, Direction.FORWARD, Layout.CONTIGUOUS, "float32", tile)
+        sizes = cuda.Tiling(KernelKey(Direction.FORWARD, SPLIT_LAYER, Layout.CONTIGUOUS, 1, "a GPU"), tile)
         draw_box(axes, range(2 * at, 2 * at + 1), range(sizes.block[1]), "#eeeeee", "none")
         for column in range(sizes.block[1]):
             if (thread := column // columns % tile.threads_x) < DRAWN:
