@@ -38,7 +38,7 @@ from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.run.run import run_training
 from hybridpar.schedule.schedules import SCHEDULES
 from tests.integrations.test_accelerate import StandIn
-from tests.integrations.test_lightning import library
+from tests.integrations.test_lightning import STRATEGY, StandInStrategy
 from tests.ranks import run_ranks
 from tests.runs import restored_modes
 from tests.server.jobs import placed, store
@@ -132,17 +132,22 @@ def test_blocks_run(documents: list[Path], tmp_path: Path, monkeypatch: pytest.M
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Classes for those of trainers that the suite does not install; at the end no process group is left."""
-    with library(real=False), pytest.MonkeyPatch.context() as patch:
-        for name, entries in {
-            "lightning.pytorch": {"Trainer": SimpleNamespace},
-            "accelerate": {"Accelerator": StandIn},
-            "transformers": {"Trainer": StandInOfTransformers, "TrainerCallback": object},
-        }.items():
+    entries = {
+        "lightning": {},
+        "lightning.pytorch": {"Trainer": SimpleNamespace},
+        "lightning.pytorch.strategies": {"DDPStrategy": StandInStrategy},
+        "accelerate": {"Accelerator": StandIn},
+        "transformers": {"Trainer": StandInOfTransformers, "TrainerCallback": object},
+        STRATEGY: {},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, values in entries.items():
             patch.setitem(sys.modules, name, ModuleType(name))
-            vars(sys.modules[name]).update(entries)
+            vars(sys.modules[name]).update(values)
+        del sys.modules[STRATEGY]  # is imported anew over the stand-in, and forgotten at the end
         yield
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class StandInOfTransformers:
