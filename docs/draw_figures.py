@@ -240,7 +240,6 @@ def record_timeline() -> None:
         command = [sys.executable, "-m", "hybridpar", *TIMELINE_RUN.split()]
         subprocess.run([*command, "--run-dir", f"{folder}/run", "--timeline", str(trace)], check=True, cwd=ROOT)
         events = json.loads(trace.read_text())["traceEvents"]
-    step = next(event for event in events if event["name"] == f"step {TIMELINE_STEP}")
     workers = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     rows: dict[str, list[tuple[str, float, float]]] = {
@@ -249,12 +248,16 @@ def record_timeline() -> None:
         if lanes[pid, tid].startswith(("compute", "sync")) and not workers[pid].startswith("predicted")
     }
     for event in events:
-        lane = lanes.get((event["pid"], event.get("tid", 0)), "").partition(" ")[0]
-        row = f"{workers.get(event['pid'])}, {lane}"
+        row = f"{workers.get(event['pid'])}, {lanes.get((event['pid'], event.get('tid')), '').partition(' ')[0]}"
         if row in rows and event["ph"] == "X" and event["args"].get("step") == TIMELINE_STEP:
-            begin, taken = event["ts"] - step["ts"], event["dur"]
-            rows[row].append((event["name"].split()[0], round(begin / 1e3, 3), round(taken / 1e3, 3)))
-    save(STEP, {"command": f"hybridpar {TIMELINE_RUN}", "step_ms": step["dur"] / 1e3, "rows": rows})
+            rows[row].append((event["name"].split()[0], event["ts"] / 1e3, event["dur"] / 1e3))
+    begin = min(start for actions in rows.values() for _, start, _ in actions)
+    length = max(start + taken - begin for actions in rows.values() for _, start, taken in actions)
+    shifted = {
+        row: [(name, round(start - begin, 3), round(taken, 3)) for name, start, taken in actions]
+        for row, actions in rows.items()
+    }
+    save(STEP, {"command": f"hybridpar {TIMELINE_RUN}", "step_ms": round(length, 3), "rows": shifted})
 
 
 def timeline() -> None:
