@@ -74,7 +74,7 @@ $(DOCS_READY): $(READY)
 docs: $(DOCS_READY) ## Build the site of docs/ in build/site; fails on a warning
 	$(BIN)/python -m mkdocs build --strict
 
-images: $(READY) ## Make docs/images again: the demo, and figures from committed rows and real runs
+images: $(READY) ## Make docs/images again: the demo from a run, figures from committed rows
 	$(BIN)/python docs/make_images.py "make demo" $(MAKE) --silent --no-print-directory demo
 	$(BIN)/python docs/draw_figures.py
 

@@ -1,22 +1,26 @@
-"""Draws the figures of the documents as SVG: time over link speed, tiles of kernels, the partition of a ResNet, and a
-step's timeline.
+"""Draws the figures of the documents as SVG: time over link speed, tiles of kernels, the partition of a ResNet, a
+step's timeline, and the actions of a step.
 
-    python docs/draw_figures.py             all of them
-    python docs/draw_figures.py timeline    one
+    python docs/draw_figures.py                      all of them
+    python docs/draw_figures.py timeline             one
+    python docs/draw_figures.py --record timeline    measure a step anew first; the same for partition
 
-The first two are drawn from committed rows and records. For the others a model is cut and trained here, for half a
-minute.
+They are drawn from committed rows and records, and the actions from a simulation, so the same files give the same
+pictures.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.layout import Layout as StageLayout
+from hybridpar.schedule.program import lower
+from hybridpar.schedule.schedules import ScheduleRequest, make
+from hybridpar.schedule.simulate import simulate
 from hybridpar.tvm_kernels.cuda_space import bank_conflicts, lane_addresses
 from hybridpar.tvm_kernels.schedules import cpu_gather, cuda, geometry
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, KernelKey, Layout
@@ -53,9 +62,20 @@ SPLIT_LAYER = ConvShape.parse("1x8x64x256 k3x3 s1x1 p1x1 d1x1")
 #: Threads that are drawn of these 32.
 DRAWN = 8
 
+#: What `--record` measured: times of units, and of the actions of a step.
+STAGES = ROOT / "benchmarks/partition/results/stages.json"
+STEP = ROOT / "benchmarks/pipeline/results/timeline.json"
+
 #: What is drawn of a timeline: forward and backward passes, sums of gradients, and the optimizer's step.
 KINDS = {"F": ("forward", BLUE), "B": ("backward", GREEN), "s": ("sum of gradients", ORANGE), "o": ("optimizer", GREY)}
+#: The step of the run that is recorded.
 TIMELINE_STEP = 5
+TIMELINE_RUN = (
+    "train resnet18 --data synthetic --image-size 64 --batch-size 32 --steps 8 --plan none --checkpoints never "
+    "--nproc 4 --stages 2 --replicas 2 --micro-batches 4 --schedule 1f1b"
+)
+#: Rows of the actions of a step, and their colours, by the queue that runs them.
+QUEUES = {"compute": GREY, "send": "#64b5cd", "receive": "#64b5cd", "sync": ORANGE, "control": PURPLE}
 
 
 @contextmanager
@@ -175,18 +195,11 @@ def draw_banks(axes: Axes) -> None:
 
 def partition() -> None:
     """Which units of ResNet-18 are in which of four stages, and how long they take."""
-    import torch
-    from torchvision.models import resnet18
-
-    from hybridpar.partition import partition_model
-
-    made = partition_model(resnet18(num_classes=10), torch.randn(8, 3, 64, 64), stages=4, passes=3)
-    times = {unit.name: unit.ms for unit in made.graph.units}
     with figure("partition", 7.2, 2.4) as drawn:
         axes = drawn.add_subplot()
         begin = 0
-        for index, stage in enumerate(made.plan.partition.stages):
-            bars = [times[name] for name in stage.units]
+        for index, units in enumerate(json.loads(STAGES.read_text(encoding="utf-8"))["stages"]):
+            bars = [ms for _, ms in units]
             label = f"stage {index}: {sum(bars):.1f} ms"
             axes.bar(range(begin, begin + len(bars)), bars, color=COLOURS[index], width=0.9, label=label)
             begin += len(bars)
@@ -194,56 +207,118 @@ def partition() -> None:
         axes.set(xlabel="units of the traced graph, in order", ylabel="ms, forward and backward")
 
 
-def timeline() -> None:
-    """A step of a pipeline of two stages in two replicas, whose gradients travel while it computes."""
+def record_partition() -> None:
+    """Measure the units of ResNet-18 here, and cut it."""
+    import torch
+    from torchvision.models import resnet18
+
+    from hybridpar.partition import partition_model
+
+    made = partition_model(resnet18(num_classes=10), torch.randn(8, 3, 64, 64), stages=4, passes=3)
+    times = {unit.name: round(unit.ms, 4) for unit in made.graph.units}
+    stages = [[[name, times[name]] for name in stage.units] for stage in made.plan.partition.stages]
+    save(STAGES, {"model": "resnet18", "images": [8, 3, 64, 64], "stages": stages})
+
+
+def save(path: Path, measured: dict[str, Any]) -> None:
+    """Write what was measured, with day and machine; a line for each unit or action."""
+    from hybridpar.machine.devices import cpu_name
+
+    facts = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": f"{cpu_name()}, {os.cpu_count()} cores",
+        **measured,
+    }
+    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", json.dumps(facts, indent=2))
+    path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def record_timeline() -> None:
+    """Train a pipeline of two stages in two replicas here, and keep a step of it."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
-        options = "--data synthetic --image-size 64 --batch-size 32 --steps 8 --plan none --checkpoints never"
-        layout = "--nproc 4 --stages 2 --replicas 2 --micro-batches 4 --schedule 1f1b"
-        command = [sys.executable, "-m", "hybridpar", "train", "resnet18", *options.split(), *layout.split()]
+        command = [sys.executable, "-m", "hybridpar", *TIMELINE_RUN.split()]
         subprocess.run([*command, "--run-dir", f"{folder}/run", "--timeline", str(trace)], check=True, cwd=ROOT)
-        draw_timeline(json.loads(trace.read_text())["traceEvents"])
-
-
-def draw_timeline(events: list[dict[str, Any]]) -> None:
-    """One step of a recorded timeline: a row for each worker's passes, and one for its sums of gradients."""
-    step = next(event for event in events if event["name"] == f"step {TIMELINE_STEP}")
-    begin, length = step["ts"] / 1e3, step["dur"] / 1e3
-    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        events = json.loads(trace.read_text())["traceEvents"]
     workers = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    rows = [
-        lane
-        for lane in sorted(lanes)
-        if lanes[lane].startswith(("compute", "sync")) and not workers[lane[0]].startswith("predicted")
-    ]
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows: dict[str, list[tuple[str, float, float]]] = {
+        f"{workers[pid]}, {lanes[pid, tid].split()[0]}": []
+        for pid, tid in sorted(lanes)
+        if lanes[pid, tid].startswith(("compute", "sync")) and not workers[pid].startswith("predicted")
+    }
+    for event in events:
+        row = f"{workers.get(event['pid'])}, {lanes.get((event['pid'], event.get('tid')), '').partition(' ')[0]}"
+        if row in rows and event["ph"] == "X" and event["args"].get("step") == TIMELINE_STEP:
+            rows[row].append((event["name"].split()[0], event["ts"] / 1e3, event["dur"] / 1e3))
+    begin = min(start for actions in rows.values() for _, start, _ in actions)
+    length = max(start + taken - begin for actions in rows.values() for _, start, taken in actions)
+    shifted = {
+        row: [(name, round(start - begin, 3), round(taken, 3)) for name, start, taken in actions]
+        for row, actions in rows.items()
+    }
+    save(STEP, {"command": f"hybridpar {TIMELINE_RUN}", "step_ms": round(length, 3), "rows": shifted})
+
+
+def timeline() -> None:
+    """A step of a pipeline of two stages in two replicas, whose gradients travel while it computes."""
+    step = json.loads(STEP.read_text(encoding="utf-8"))
+    rows, length = step["rows"], step["step_ms"]
     with figure("timeline", 8.0, 0.3 * len(rows) + 1.0) as drawn:
         axes = drawn.add_subplot()
-        for event in events:
-            row = (event["pid"], event["tid"])
-            if row not in rows or event["ph"] != "X" or event["args"].get("step") != TIMELINE_STEP:
-                continue
-            kind, at, height = event["name"][0], rows.index(row), 0.8
-            start, taken = event["ts"] / 1e3 - begin, event["dur"] / 1e3
-            axes.broken_barh(
-                [(start, taken)], (at - height / 2, height), color=KINDS[kind][1], edgecolor="white", linewidth=0.5
-            )
-            if kind in "FB" and taken > length / 30:
-                name = event["name"].split()[0]
-                axes.text(start + taken / 2, at, name, ha="center", va="center", color="white", fontsize=7)
-        axes.set_yticks(range(len(rows)), [f"{workers[pid]}, {lanes[pid, tid].split()[0]}" for pid, tid in rows])
+        for at, actions in enumerate(rows.values()):
+            for name, start, taken in actions:
+                draw_action(axes, at, start, taken, KINDS[name[0]][1])
+                if name[0] in "FB" and taken > length / 30:
+                    axes.text(start + taken / 2, at, name, ha="center", va="center", color="white", fontsize=7)
+        axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.set(xlim=(0, length), xlabel="ms since the step began")
         handles = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
         drawn.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
 
 
-FIGURES = {"link-speed": link_speed, "tiling": tiling, "partition": partition, "timeline": timeline}
+def draw_action(axes: Axes, row: int, start: float, taken: float, colour: str) -> None:
+    """A bar for what a lane did."""
+    axes.broken_barh([(start, taken)], (row - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.5)
+
+
+def step() -> None:
+    """What the two workers of a replica do in a step, by the queue that does it; the times are made up."""
+    layout = StageLayout.dealt(stages=2, lanes=2)
+    program = lower(make("1f1b", ScheduleRequest(layout, micro_batches=3)), layout, buckets=[2, 2])
+    sums = (BucketCost(8, ready=0.5, wire_ms=2.5), BucketCost(8, wire_ms=2.5))
+    link, buckets = Link(latency_ms=3.2), (sums, sums)
+    costs = Costs((3, 3), (5, 5), step_ms=(2.5, 2.5), link=link, buckets=buckets, replicas=2, control_ms=3)
+    simulated = simulate(program, costs)
+    rows = [(worker, queue) for worker in range(2) for queue in QUEUES]
+    with figure("step", 8.0, 3.4) as drawn:
+        axes = drawn.add_subplot()
+        for span in simulated.timeline:
+            at, text = rows.index((span.worker, span.queue)), str(span.action)
+            colour = KINDS[text[1]][1] if text[1] in "FB" else QUEUES[span.queue]
+            draw_action(axes, at, span.start_ms, span.duration_ms, colour)
+            if span.duration_ms:
+                middle = (span.start_ms + span.end_ms) / 2
+                axes.text(middle, at, text, ha="center", va="center", color="white", fontsize=5.5)
+            else:
+                axes.text(span.start_ms - 0.2, at, text, ha="right", va="center", color=colour, fontsize=5.5)
+        axes.set_yticks(range(len(rows)), [f"worker {worker}, {queue}" for worker, queue in rows])
+        axes.invert_yaxis()
+        axes.set(xlim=(0, simulated.step_ms), xlabel="time", xticks=[])
+
+
+FIGURES = {"link-speed": link_speed, "tiling": tiling, "partition": partition, "timeline": timeline, "step": step}
+RECORDS = {"partition": record_partition, "timeline": record_timeline}
 
 
 def main() -> None:
-    """Draw the figures that are named, or all."""
+    """Draw the figures that are named, or all; with `--record` measure them first, where they are measured."""
     IMAGES.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or FIGURES:
+    record, names = "--record" in sys.argv, [word for word in sys.argv[1:] if word != "--record"]
+    for name in names or FIGURES:
+        if record and name in RECORDS:
+            RECORDS[name]()
         FIGURES[name]()
 
 

@@ -1,12 +1,15 @@
 """What mkdocs does to the pages besides (mkdocs.yml): two of them stand at the root of the repository.
 
 README.md is the first page of the site, and CONTRIBUTING.md a page of it. Of a link to any other file outside of docs/
-the site has the path as text. Notes for tests/test_docs.py are left out.
+the site has the path as text. Notes for tests/test_docs.py are left out. The lists of options and codecs in
+reference.md are made here, from the code.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,11 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to where the files are in the site."""
+    if page.file.src_uri == "reference.md":
+        sys.path.insert(0, str(ROOT))
+        lists = importlib.import_module("docs.list_options")
+        markdown = markdown.replace("<!-- options -->", lists.options_list())
+        markdown = markdown.replace("<!-- codecs -->", lists.codecs_list())
     folder = ROOT if page.file.src_uri in PAGES.values() else (DOCS / page.file.src_uri).parent
 
     def link(match: re.Match[str]) -> str:

@@ -80,17 +80,17 @@ class Spec(Generic[_T]):
     """
 
     def __init__(self, option: str, kind: type[_T], *, usual: str = "", absent: _T | None = None) -> None:
-        self._option, self._usual, self._absent = option, usual, absent
-        self._kind: Any = kind  # for what is cached by it
+        self.option, self._usual, self._absent = option, usual, absent
+        self.kind: Any = kind  # for what is cached by it
 
     def __get__(self, options: object, owner: type) -> _T:
-        text = getattr(options, self._option)
+        text = getattr(options, self.option)
         if text is None:
             return typing.cast("_T", self._absent)
         text = str(text)
-        label = f"--{self._option.replace('_', '-')} {shortened(text)}"
-        if not (choices := choices_of(self._kind)):
-            return typing.cast("_T", read_fields(label, text, self._kind))
+        label = f"--{self.option.replace('_', '-')} {shortened(text)}"
+        if not (choices := choices_of(self.kind)):
+            return typing.cast("_T", read_fields(label, text, self.kind))
         name, rest = split_name(text)
         if self._usual and "=" in name:
             name, rest = self._usual, text
@@ -106,7 +106,7 @@ def read_fields(label: str, text: str, kind: type) -> Any:
     types_of, defaults = fields_of(kind), defaults_of(kind)
     values = read_values(label, _split(label, text, kind), types_of, defaults)
     for name in types_of.keys() - defaults.keys() - values.keys():
-        shown = _unnamed(kind).get(name)
+        shown = unnamed_of(kind).get(name)
         fix = f"Give {shown} first." if shown else f"Add {name}=VALUE."
         raise UsageError(f"{label} without {shown or name}", "It has no default.", fix)
     return kind(**values)
@@ -160,7 +160,7 @@ def split_name(text: str) -> tuple[str, str]:
 def overlay(label: str, below: str, above: str, kind: type) -> str:
     """Two texts of `value,key=value,...` as one, in which the second wins."""
     given = _split(label, below, kind) | _split(label, above, kind)
-    unnamed = _unnamed(kind)
+    unnamed = unnamed_of(kind)
     return ",".join(given[key] if key in unnamed else f"{key}={given[key]}" for key in fields_of(kind) if key in given)
 
 
@@ -196,7 +196,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
-def _unnamed(kind: type) -> dict[str, str]:
+def unnamed_of(kind: type) -> dict[str, str]:
     """The fields that may be given without their key, and what is shown for them."""
     marks = {name: getattr(declared, "__metadata__", ()) for name, declared in fields_of(kind).items()}
     return {name: mark.shown for name, beside in marks.items() for mark in beside if isinstance(mark, Unnamed)}
@@ -204,7 +204,7 @@ def _unnamed(kind: type) -> dict[str, str]:
 
 def _split(label: str, text: str, kind: type) -> dict[str, str]:
     flags = [name for name, declared in fields_of(kind).items() if declared is bool]
-    return split_fields(label, text, _unnamed(kind), flags)
+    return split_fields(label, text, unnamed_of(kind), flags)
 
 
 def split_fields(

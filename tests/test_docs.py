@@ -1,10 +1,12 @@
 """Runs the commands and the code in the documents, and checks their links.
 
-Every fenced block is code of a known kind. `python` and `bash` blocks are run, in order, in one directory per document
-that has the examples in it, as a checkout has. A comment above a block changes that:
+Every fenced block is code of a known kind. `python` and `bash` blocks are run, in order, in a directory that has the
+examples in it, as a checkout has. `pip` and `make` install and start what runs this test, so their lines are only
+checked. A comment above a block changes that:
 
-    <!-- not run: reason -->         too long, or needs what a test does not have; commands must still parse
-    <!-- run with: --steps 2 -->     options that `hybridpar train` gets in addition, to be short
+    <!-- not run: reason -->                 too long, or needs what a test does not have; commands must still parse
+    <!-- run with: --steps 2 -->             options that `train`, `plan` and `tune` get besides, to be short
+    <!-- run with: tests.small_nets:plain --steps 2 -->     and a model that takes the place of theirs
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ import shlex
 import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
 from hybridpar import cli
 from hybridpar.comm.world import World
@@ -30,11 +37,19 @@ from hybridpar.observe.loggers import LOGGERS
 from hybridpar.observe.records import SUMMARY_FIGURES
 from hybridpar.run.run import run_training
 from hybridpar.schedule.schedules import SCHEDULES
+from tests.integrations.test_accelerate import StandIn
+from tests.integrations.test_lightning import STRATEGY, StandInStrategy
 from tests.ranks import run_ranks
 from tests.runs import restored_modes
+from tests.server.jobs import placed, store
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+#: Programs that install this suite, or start it.
+SETUP = ("pip", "make", ".ci/run")
+#: They share photographs and runs, so they are run one after the other in one directory, and equal commands once.
+SHARED = ("tutorial.md", "README.md", "train.md", "data.md", "planner.md")
 
 _BLOCK = re.compile(
     r"(?:<!-- (?P<note>[^>]*?) -->\n)?^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -80,47 +95,102 @@ def words_of(command: list[str], program: str) -> list[str] | None:
 
 def test_every_block_is_of_a_known_kind() -> None:
     assert {block.kind for block in ALL_BLOCKS} <= {"python", "bash", "toml", "diff"}
-    assert any(block.runs and block.kind == "bash" for block in ALL_BLOCKS)
+    assert all(block.runs for block in blocks(ROOT / "README.md"))
     for block in ALL_BLOCKS:
         assert re.fullmatch(r"|not run: .+|run with: .+", block.note), f"{block.place}: {block.note!r}"
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if blocks(path)], ids=lambda path: path.name)
-def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "documents",
+    [
+        sorted((path for path in DOCUMENTS if path.name in SHARED), key=lambda path: SHARED.index(path.name)),
+        *([path] for path in DOCUMENTS if path.name not in SHARED and blocks(path)),
+    ],
+    ids=lambda documents: documents[0].name,
+)
+def test_blocks_run(documents: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
     for registry in (CODECS, LOGGERS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
-    for block in blocks(document):
-        if not block.runs or block.kind in ("toml", "diff"):
-            continue
-        if block.kind == "python":
-            exec(compile(block.code, block.place, "exec", dont_inherit=True), {"__name__": "__main__"})
-        else:
-            for command in block.commands():
-                run(command, block)
+    (tmp_path / "new-photos").symlink_to("photos/temple")
+    done: set[str] = set()
+    with stand_ins():
+        for block in (block for document in documents for block in blocks(document) if block.runs):
+            if block.kind == "python":
+                exec(compile(block.code, block.place, "exec", dont_inherit=True), {"__name__": "__main__"})
+            elif block.kind == "bash":
+                for command in block.commands():
+                    if command[0] not in SETUP and shlex.join(command) not in done:
+                        done.add(shlex.join(command))
+                        run(command, block)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Classes for those of trainers that the suite does not install; at the end no process group is left."""
+    entries = {
+        "lightning": {},
+        "lightning.pytorch": {"Trainer": SimpleNamespace},
+        "lightning.pytorch.strategies": {"DDPStrategy": StandInStrategy},
+        "accelerate": {"Accelerator": StandIn},
+        "transformers": {"Trainer": StandInOfTransformers, "TrainerCallback": object},
+        STRATEGY: {},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, values in entries.items():
+            patch.setitem(sys.modules, name, ModuleType(name))
+            vars(sys.modules[name]).update(values)
+        del sys.modules[STRATEGY]  # is imported anew over the stand-in, and forgotten at the end
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class StandInOfTransformers:
+    """What `compress_trainer` needs of a Trainer of transformers."""
+
+    optimizer = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.accelerator = model, StandIn()
+        self.accelerator.prepare_model = self.accelerator.prepare  # type: ignore[attr-defined]
+
+    def add_callback(self, callback: object) -> None:
+        """As theirs."""
 
 
 def run(command: list[str], block: Block) -> None:
-    """Run a command in this process, or in two that have imported torch: tests of `machine` start new ones."""
+    """Run a command in this process, or `train` in several with torch; tests of `machine` start new ones."""
     assert command[0] == "hybridpar", f"{block.place}: {shlex.join(command)}"
-    words = [*command[1:], *block.note.removeprefix("run with: ").split()]
-    if words[0] == "train":
-        words.append("--no-tune-process")
-    if words[0] == "train" and "--nproc" not in words:
-        assert run_ranks(run_on_rank, 2, os.getcwd(), words, timeout=180) == [0, 0], f"{block.place}: {words}"
+    name, *words = command[1:]
+    if name in ("train", "plan", "tune") and not words[0].startswith("-"):
+        extra = block.note.removeprefix("run with: ").split()
+        if extra and not extra[0].startswith("-"):
+            words[0] = extra.pop(0)
+        words = [*words, *extra, "--no-tune-process"]
+    if name == "evaluate":
+        words += ["--nproc", "1"]
+    options = COMMANDS.get(name).parse(name, words)
+    workers = getattr(options, "nproc", None) or 2
+    if name == "train" and workers > 1:
+        servers = 0 if options.parameter_servers is None else options.parameter_servers.servers
+        with store() as port:
+            rank = (run_on_rank, workers + servers, port if options.parameter_servers else None, os.getcwd(), words)
+            assert run_ranks(*rank, timeout=180) == [0] * (workers + servers), f"{block.place}: {words}"
     else:
         with restored_modes():
-            assert cli.main(words) == 0, f"{block.place}: {words}"
+            assert cli.main([name, *words]) == 0, f"{block.place}: {words}"
 
 
-def run_on_rank(world: World, directory: str, words: list[str]) -> int:
+def run_on_rank(world: World, port: int | None, directory: str, words: list[str]) -> int:
+    """One process of a run; servers find the workers by the environment, as torchrun sets it."""
     os.chdir(directory)
-    options = COMMANDS.get("train").parse("train", words[1:])
-    with restored_modes():
+    options = COMMANDS.get("train").parse("train", words)
+    with restored_modes(), nullcontext() if port is None else placed(world.rank, world.size, port):
         return run_training(options, options.model)
 
 

@@ -143,7 +143,7 @@ def _unset(arguments: Sequence[str], options: type) -> list[str]:
 
 def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collection[str] | None) -> type:
     """A dataclass with the options of another one in titled groups, for a help screen; with all, or some of them."""
-    texts, hints = _texts(options), get_type_hints(options, include_extras=True)
+    texts, hints = option_texts(options), get_type_hints(options, include_extras=True)
 
     def explained(option: Field[Any]) -> tuple[str, Any, Field[Any]]:
         """A field with its help text, without a default that says nothing."""
@@ -169,7 +169,7 @@ def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collec
     return make_dataclass(options.__name__, [*loose, *parts], kw_only=True, namespace={"__doc__": options.__doc__})
 
 
-def _texts(options: type) -> dict[str, str]:
+def option_texts(options: type) -> dict[str, str]:
     """What the docstrings of a dataclass and its bases say of the fields."""
     texts: dict[str, str] = {}
     for base in reversed(options.__mro__):

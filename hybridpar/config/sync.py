@@ -61,7 +61,7 @@ class OneBit(AllReduce, choice="onebit-sgd"):
     """`onebit-sgd`: 1-bit SGD, AdaGrad, momentum at owners of stripes (Seide et al. 2014).
 
     Attributes:
-        warm: First steps in full precision; None: `WARM_PART` of the run.
+        warm: First steps in full precision; None: 8 % of the run.
     """
 
     warm: Annotated[int | None, AT_LEAST_0] = None

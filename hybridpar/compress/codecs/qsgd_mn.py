@@ -177,7 +177,8 @@ class QsgdMaxNorm(Compiled, RoundingCodec):
 
     Attributes:
         bits: The grid has 2**bits - 1 steps from zero to the largest element.
-        meet: `sum` or `shard`, see above.
+        meet: `sum`: one scale is agreed, and fields are so wide that a sum fits; `shard`: each stripe has a scale, and
+            its owner adds and rounds again, in fewer bits.
     """
 
     bits: Annotated[int, between(1, 8)] = 4

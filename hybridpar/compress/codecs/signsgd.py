@@ -30,7 +30,7 @@ class SignSgd(LargeTensorCodec):
     """The sign that most workers have.
 
     Attributes:
-        level: What the sign is multiplied with, see above: `mean` or `one`.
+        level: What the sign is multiplied with: the `mean` magnitude over stripe and workers; or `one`, the paper's.
     """
 
     level: Literal["mean", "one"] = "mean"

@@ -146,7 +146,7 @@ class TopK(LargeTensorCodec):
 
     Attributes:
         rate: Share of a parameter's elements that is sent.
-        scope: Of what they are the largest: `layer` or `bucket`, see above.
+        scope: Of what they are the largest: of each `layer`, or of all layers of a `bucket`.
     """
 
     rate: Annotated[float, AT_MOST_1] = 0.01

@@ -42,8 +42,8 @@ class TwoBit(Compiled, LargeTensorCodec):
     Attributes:
         threshold: What a value must reach, or `auto`. MXNet's default is 0.5 for gradients summed over the local
             batch; for averages, as here, that is 0.5 / batch size.
-        factor: See above.
-        cap: See above.
+        factor: With `threshold=auto` it is so many times the mean magnitude;
+        cap: but at most this part of the largest.
         meet: As that of `onebit`.
     """
 
