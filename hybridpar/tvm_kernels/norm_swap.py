@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.codegen.cache import wanted
 from hybridpar.errors import UsageError
-from hybridpar.models.state import same_modes
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act, kernels_fit, stock_batch_norm_act
 from hybridpar.tvm_kernels.shapes import Layout, NormShape
@@ -113,10 +112,11 @@ def find_norms(model: nn.Module) -> list[NormPair]:
 
 def _on_graph(model: nn.Module) -> list[NormPair] | None:
     """What the graphs of training and of evaluation agree on; None where the model cannot be traced."""
+    flags = [(module, module.training) for module in model.modules()]
     before = set(vars(model))
     graphs: list[fx.Graph] = []
     try:
-        with _without_hooks(model), same_modes(model):
+        with _without_hooks(model):
             for training in (True, False):
                 model.train(training)
                 graphs.append(fx.Tracer().trace(model))
@@ -125,6 +125,8 @@ def _on_graph(model: nn.Module) -> list[NormPair] | None:
     finally:
         for name in set(vars(model)) - before:  # the tracer leaves constants on the model
             delattr(model, name)
+        for module, flag in flags:
+            module.training = flag
     trained, evaluated = (_of_graph(graph, model) for graph in graphs)
     pairs = (trained | evaluated).items()
     return [pair if trained.get(name, pair) == pair else NormPair(name) for name, pair in pairs]

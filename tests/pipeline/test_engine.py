@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -433,7 +434,8 @@ def test_what_travels_is_gathered_after_the_step_under_way(monkeypatch: pytest.M
     """Both use one process group from different threads, and a group takes collectives of one thread at a time."""
     calls: list[str] = []
     engine = PipelineEngine.__new__(PipelineEngine)
-    engine.stages, engine.model, engine.world = {}, nn.Linear(2, 2), World()
+    engine.executor = SimpleNamespace(reducers=[])  # type: ignore[assignment]
+    engine.model, engine.world = nn.Linear(2, 2), World()
     monkeypatch.setattr(engine, "wait", lambda: calls.append("wait"))
     monkeypatch.setattr(engine.world, "gather", lambda item: calls.append("gather") or [item])
     assert engine.layer_bytes() == []
