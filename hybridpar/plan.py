@@ -231,6 +231,11 @@ class StepFigures(_Section):
     peak_saved_bytes: int | None = Field(None, ge=0, description="kept for backward passes")
     memory_bytes: int | None = Field(None, ge=0, description="of a device, for everything that training needs")
 
+    @property
+    def compute_ms(self) -> float | None:
+        """What a step takes besides its exposed exchange."""
+        return None if self.step_ms is None else round(self.step_ms - (self.exposed_sync_ms or 0.0), 3)
+
 
 class Plan(_Section):
     """A whole plan. See the module header for what it is and who reads it."""

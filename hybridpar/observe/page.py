@@ -184,7 +184,8 @@ def step_on_lanes(timeline: Timeline) -> Figure:
         figure.add_trace(Bar(**boxes, orientation="h", textposition="inside", hoverinfo="text"), row, 1)
         figure.add_vline(length, line={"dash": "dash", "color": "#57606a"}, row=row, col=1)
     figure.update_yaxes(autorange="reversed", fixedrange=True, showgrid=False)
-    figure.update_xaxes(title="ms", row=len(panels))
+    whole = timeline.facts.get("whole")
+    figure.update_xaxes(title=f"ms; the step takes {whole}" if whole else "ms", row=len(panels))
     colours = ", ".join(f'<span style="color:{colour}">{name}</span>' for name, colour in _KINDS.values())
     height = 150 + 100 * len(panels) + 25 * sum(heights)
     layout = {"template": "plotly_white", "barmode": "overlay", "showlegend": False, "height": height}

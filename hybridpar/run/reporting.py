@@ -216,7 +216,7 @@ def _add_prediction(run: Run, summary: dict[str, Any]) -> list[str]:
         return []
     summary |= {f"predicted_{key}": getattr(predicted, key) for key in _KEYS}
     summary["predicted_step_ms"] = round(predicted.step_ms, 3)
-    summary["predicted_compute_ms"] = round(predicted.step_ms - (predicted.exposed_sync_ms or 0.0), 3)
+    summary["predicted_compute_ms"] = predicted.compute_ms
     if summary["compute_ms"] is None or step_ms is None:
         return []
     from hybridpar.planner.compare import prediction_warnings

@@ -42,8 +42,11 @@ def test_a_plan_is_printed_with_what_it_predicts(tmp_path):
     assert "net: 2 stages" in text
     assert "plan      2 stages, 1 replica, 4 micro-batches, 1f1b, stages 0 computed again" in text
     assert "predicted  25.00 ms  step, without data" in text
+    assert "predicted  25.00 ms  compute" in text
     assert "predicted    2.5 MB  sent per step" in text
-    assert "predicted:" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "predicted:" in page
+    assert "the step takes 25.0 ms with exchange and update" in page
 
 
 def test_a_plan_without_a_schedule_is_printed_but_not_drawn(tmp_path):
