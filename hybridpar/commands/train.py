@@ -20,7 +20,7 @@ from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_set_kind
 from hybridpar.config.files import FileOptions
 from hybridpar.config.sync import CODECS
 from hybridpar.errors import HybridparError, UsageError, nearest, shortened
-from hybridpar.machine.devices import default_workers, hide_gpus
+from hybridpar.machine.devices import default_workers, hide_gpus, require_gpu
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.spec import Options
 
@@ -57,6 +57,8 @@ def check_request(command: TrainConfig) -> None:
     command.check()
     if command.device == "cpu":
         hide_gpus()
+    if in_job() or getattr(command, "hosts", None) is None:  # else training is on other machines
+        require_gpu(command.device)
     if not in_job():
         check_names(command)
 

@@ -28,7 +28,8 @@ class PipelineConfig(Options):
     """Parallelism: workers, and the stages, replicas and micro-batches that they are used for.
 
     Attributes:
-        device: `auto`: a GPU for each worker, where there are any; `cpu`: the CPU in any case.
+        device: `auto`: a GPU for each worker, where there are any; `cuda`: the same, or an error; `cpu`: the CPU in any
+            case.
         nproc: Workers on this machine; default: one per GPU, else 2 on the CPU. Under torchrun: the workers it started.
         stages: Stages that the model is cut into: lanes of one worker, or spread over the workers.
         replicas: Copies of the whole pipeline, which share each batch; default: as many as the workers allow.
@@ -46,7 +47,7 @@ class PipelineConfig(Options):
             The result is the same; on a CPU it saves nothing.
     """
 
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     nproc: Annotated[int | None, AT_LEAST_1] = None
     stages: Annotated[int, AT_LEAST_1] = 1
     replicas: Annotated[int | None, AT_LEAST_1] = None
