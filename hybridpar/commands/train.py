@@ -57,8 +57,6 @@ def check_request(command: TrainConfig) -> None:
     command.check()
     if command.device == "cpu":
         hide_gpus()
-    if in_job() or getattr(command, "hosts", None) is None:  # else training is on other machines
-        require_gpu(command.device)
     if not in_job():
         check_names(command)
 
@@ -69,6 +67,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     check_request(command)
     if command.hosts is not None and not in_job():
         return _on_several_machines(command, command.hosts, arguments)
+    require_gpu(command.device)
     if command.dry_run:
         plan, shared = COMMANDS.get("plan"), [*fields(ModelArgument), *fields(TrainConfig)]
         return plan.run(plan.options(**{field.name: getattr(command, field.name) for field in shared}), arguments)

@@ -22,36 +22,24 @@ _NAMED = ("--augment", "--data", "--loss", "--lr-schedule", "--optimizer")
 
 
 @functools.cache
-def foreign_names() -> dict[str, dict[str, str]]:
-    """By who calls them so: the names, and what to write instead, with VALUE for what stands behind the name."""
-    return {who: rows for who, rows in _file().items() if isinstance(rows, dict) and who != "values"}
-
-
-def foreign_values() -> dict[str, dict[str, str]]:
-    """By the name of an option here: values that others write behind it, and what to write instead."""
-    return dict(_file()["values"])
-
-
-@functools.cache
-def _file() -> dict[str, Any]:
+def tables() -> dict[str, Any]:
+    """By who calls them so, the `names` of options, and the `values` of our options; and what to write instead."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 class _Answer(NamedTuple):
-    """What to write for a name or a value of another trainer.
+    """What to write for an option.
 
     Attributes:
-        wrong: What was typed; empty where it is right.
-        who: Who calls it so.
-        text: The row of the table.
-        option: What to write; empty where the name is to be left out.
+        wrong: What others write; empty where it is right here.
+        is_typed: Whether the value stands in the command line.
+        option: What to write; empty where the option is to be left out.
         value: What to write behind it.
-        remark: What else to say; why it is left out.
+        remark: What else to say.
     """
 
     wrong: str
-    who: str
-    text: str
+    is_typed: bool
     option: str
     value: str
     remark: str
@@ -59,58 +47,44 @@ class _Answer(NamedTuple):
 
 def check_foreign(words: Sequence[str], options: type) -> None:
     """Refuse options by other trainers' names, or with their values, and say what to write for all of them."""
-    answers = list(_answers(words, options))
-    wrong = [answer for answer in answers if answer.wrong]
-    if not wrong:
-        return
-    answers.sort(
-        key=lambda answer: "VALUE" in answer.text
-    )  # what is typed counts, and not what a name alone stands for
-    line: list[str] = []
+    # Of several values, what is typed counts, and not what a name alone stands for.
+    answers = sorted(_answers(words, options), key=lambda answer: answer.is_typed)
+    line, wrong = [], [answer for answer in answers if answer.wrong]
     for option in dict.fromkeys(answer.option for answer in wrong if answer.option):
         values = [answer.value for answer in answers if answer.option == option]
         for value in values if option == "--model-arg" else [_merged(option, values)]:
             line += [option, value] if value else [option]
-    owners = dict.fromkeys(who for answer in wrong for who in re.split(", | and ", answer.who) if who)
-    lines = [f"Write {shlex.join(line)}"] if line else []
-    lines += [f"{answer.wrong}: {answer.remark}." for answer in wrong if answer.option and answer.remark]
-    lines += [f"Leave out {answer.wrong}: {answer.remark}." for answer in wrong if not answer.option]
-    raise UsageError(
-        f"there is no {', no '.join(answer.wrong for answer in wrong)}",
-        f"That is how {', '.join(owners) or 'other trainers'} call it.",
-        "\n".join(lines),
-    )
+    if wrong:
+        what = f"there is no {', no '.join(answer.wrong for answer in wrong)}"
+        fixes = [f"{answer.wrong}: {answer.remark}." for answer in wrong if answer.remark]
+        fixes = [f"Write {shlex.join(line)}", *fixes] if line else fixes
+        raise UsageError(what, "Other trainers call it so; docs/names.md lists such names.", "\n".join(fixes))
 
 
 def _answers(words: Sequence[str], options: type) -> Iterator[_Answer]:
     """The options of a command line, by the names and with the values that they have here."""
     ours = {f"--{field.name.replace('_', '-')}" for field in fields(options)} - {"--model"}  # which has no flag
-    names = {
-        name: (who, text) for who, rows in foreign_names().items() for key, text in rows.items() for name in key.split()
-    }
+    names = {name: text for rows in tables()["names"].values() for key, text in rows.items() for name in key.split()}
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
         behind = [value] if equals else list(takewhile(lambda text: not text.startswith("-"), words[index + 1 :]))
-        who, text = names.get(flag, ("", ""))
+        text, typed = names.get(flag, ""), f"{name} {behind[0]}" if behind else f"{name} without a value"
         if flag in ours and (behind or not text.startswith(f"{flag} ")):  # else others write it without a value
-            who, text = "", f"{flag} VALUE" if behind else flag
+            text = f"{flag} VALUE" if behind else flag
         if text:
-            answer = _translated(text, behind)
-            is_right = not who and answer[:2] == (flag, "".join(behind[:1]))
-            as_typed = name if flag not in ours else f"{name} {behind[0]}" if behind else f"{name} without a value"
-            yield _Answer("" if is_right else as_typed, who, text, *answer)
+            option, value, remark = _translated(text, behind)
+            wrong = name if flag not in ours else typed if (option, value) != (flag, "".join(behind[:1])) else ""
+            yield _Answer(wrong, "VALUE" in text, option, value, remark)
 
 
 def _translated(text: str, behind: Sequence[str]) -> tuple[str, str, str]:
     """Option, value and remark of a row of the table, with the words behind the name."""
     numbers = "/".join(takewhile(lambda word: re.fullmatch(r"[\d.e-]+", word), behind))
     text = text.replace("VALUES", numbers or "VALUES").replace("VALUE", behind[0]) if behind else text
-    if text.startswith("nothing: "):
-        return "", "", text.removeprefix("nothing: ")
-    text, _, remark = text.removesuffix(")").partition(" (")
-    option, _, value = text.partition(" ")
-    for patterns, instead in foreign_values().get(option, {}).items():
+    text, _, remark = text.removesuffix(")").partition("(")
+    option, _, value = text.strip().partition(" ")
+    for patterns, instead in tables()["values"].get(option, {}).items():
         for pattern in patterns.split():
             if match := re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)"), value):
                 instead = instead.replace("VALUE", value).replace("*", "".join(match.groups()[:1]))
@@ -129,10 +103,12 @@ def _merged(option: str, values: Sequence[str]) -> str:
 
 def page() -> str:
     """The page of the documentation that lists all names and values."""
-    lines, values = [_file()["page"].rstrip()], {f"Values of `{key}`": rows for key, rows in foreign_values().items()}
-    for title, rows in {**foreign_names(), **values}.items():
+    values = {f"Values of `{option}`": rows for option, rows in tables()["values"].items()}
+    lines = [tables()["page"].rstrip()]
+    for title, rows in {**tables()["names"], **values}.items():
         lines += ["", f"## {title}", "", "| there | here |", "|---|---|"]
-        lines += [f"| {', '.join(f'`{name}`' for name in key.split())} | {text} |" for key, text in rows.items()]
+        # Without those that are to be left out.
+        lines += [f"| `{key.replace(' ', '`, `')}` | {text} |" for key, text in rows.items() if text[0] != "("]
     return "\n".join(lines) + "\n"
 
 

@@ -186,7 +186,8 @@ class Checkpoints(Options):
         every: `epoch`, a number of steps as `200`, seconds as `60s`, or several of these; or `never`.
         keep: How many of the last checkpoints stay.
         best: Of how many of the best epochs the checkpoints stay.
-        by: The figure that says which epochs are the best: accuracies the larger, losses the smaller.
+        by: The figure that says which epochs are the best: accuracies the larger, losses the smaller. With --model-ema
+            it is ema_test_accuracy where nothing else is said, as the average is what is used then.
         stop: End the run after so many tested epochs without a better one; None: never.
     """
 
@@ -257,8 +258,8 @@ class AdvancedConfig(Options):
         seed: Seed of weights, shuffling, augmentation and dropout.
         deterministic: Use deterministic algorithms only.
         timeout: Seconds after which a worker that does not answer is an error.
-        tune_process: Set allocator, threads and affinity of CPU workers for training; `--no-tune-process` leaves them
-            as they are.
+        tune_process: `--no-tune-process`: leave allocator, threads and affinity of CPU workers as they are; by default
+            they are set for training.
         debug: Show tracebacks.
     """
 
@@ -304,6 +305,12 @@ class TrainConfig(
     def is_staged(self) -> bool:
         """Whether the model is to be cut into stages."""
         return self.stages > 1 or self.plan_file is not None
+
+    @property
+    def saving(self) -> Checkpoints:
+        """When to save, and which epochs are the best: by the figure that is named, or that of what is used later."""
+        is_averaged = self.model_ema is not None and "by" not in self.checkpoints
+        return replace(super().saving, by="ema_test_accuracy") if is_averaged else super().saving
 
     @property
     def peak_lr(self) -> float:

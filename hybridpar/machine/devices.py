@@ -25,12 +25,8 @@ def gpu_count() -> int:
 
 def require_gpu(device: str) -> None:
     """Refuse `--device cuda` where torch has no GPU."""
-    check(
-        device != "cuda" or gpu_count() > 0,
-        "--device cuda without a GPU",
-        "torch finds none here that it can use.",
-        "Leave it out to train on the CPU; `hybridpar doctor` shows what torch finds.",
-    )
+    why, fix = "torch can use none here.", "Leave it out to train on the CPU; `hybridpar doctor` says more."
+    check(device != "cuda" or gpu_count() > 0, "--device cuda without a GPU", why, fix)
 
 
 def hide_gpus() -> None:

@@ -58,7 +58,8 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         sizes = Counter(map(len, layout.ranks))
         devices = " + ".join(f"{many} x {size}" if many > 1 else f"{size}" for size, many in sizes.items())
         name = f"{layout.stages} stages on {devices} device{'s' * (layout.workers > 1)}"
-        details = [candidate.schedule, None if layout.kind == "linear" else layout.kind, candidate.cut.name]
+        placement = None if layout.kind == "linear" else f"placement {layout.kind}"
+        details = [candidate.schedule, placement, f"cut {candidate.cut.name}"]
     batches = f"{count} micro-batches" if count > 1 else None
     shares = answer.evaluator.shares(layout, count)
     unequal = f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}" if shares else None
@@ -104,8 +105,8 @@ def notes(answer: Answer) -> list[str]:
     lines = [f"{answer.considered:,} plans simulated, of which {unfit:,} do not fit into memory"]
     if inputs.profile.noise > NOISY:
         lines.append(
-            f"the profile's noise is {100 * inputs.profile.noise:.0f} %, so its times are doubtful, though plans only "
-            f"{100 * answer.noise:.0f} % apart count as equal: measure again when nothing else runs"
+            f"repeated timings of the layers differ by {100 * inputs.profile.noise:.0f} %, and only plans that differ "
+            f"by less than {100 * answer.noise:.0f} % count as equal: measure again when nothing else runs"
         )
     if inputs.cluster.workers > inputs.workers:
         lines.append(f"a batch of {inputs.batch} feeds {inputs.workers} of {inputs.cluster.workers} workers")

@@ -54,7 +54,7 @@ def test_notes_say_what_the_figures_are_worth():
     profile = replace(asked.profile, source="analytic", batch_norm=True, noise=0.4)
     asked = replace(asked, profile=profile)
     text = "\n".join(notes(find_plan(asked)))
-    for told in ("feeds 2 of 4 workers", "not measured", "BatchNorm", "noise is 40 %", "only 3 % apart"):
+    for told in ("feeds 2 of 4 workers", "not measured", "BatchNorm", "differ by 40 %", "by less than 3 %"):
         assert told in text
 
 
