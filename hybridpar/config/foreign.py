@@ -81,14 +81,15 @@ def _answers(words: Sequence[str], options: type) -> Iterator[_Answer]:
 def _translated(text: str, behind: Sequence[str]) -> tuple[str, str, str]:
     """Option, value and remark of a row of the table, with the words behind the name."""
     numbers = "/".join(takewhile(lambda word: re.fullmatch(r"[\d.e-]+", word), behind))
-    text = text.replace("VALUES", numbers or "VALUES").replace("VALUE", behind[0]) if behind else text
-    text, _, remark = text.removesuffix(")").partition("(")
-    option, _, value = text.strip().partition(" ")
+    row, _, remark = text.removesuffix(")").partition("(")
+    option, _, value = row.strip().partition(" ")
+    first = behind[0] if behind else "VALUE"
+    value, remark = value.replace("VALUES", numbers or first).replace("VALUE", first), remark.replace("VALUE", first)
     for patterns, instead in tables()["values"].get(option, {}).items():
         for pattern in patterns.split():
             if match := re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)"), value):
-                instead = instead.replace("VALUE", value).replace("*", "".join(match.groups()[:1]))
-                return _translated(instead if instead.startswith("--") else f"{option} {instead}", ())
+                row = instead if instead.startswith("--") else f"{option} {instead}"
+                return _translated(row.replace("*", "".join(match.groups()[:1])), [value])
     return option, value, remark
 
 
@@ -103,9 +104,8 @@ def _merged(option: str, values: Sequence[str]) -> str:
 
 def page() -> str:
     """The page of the documentation that lists all names and values."""
-    values = {f"Values of `{option}`": rows for option, rows in tables()["values"].items()}
     lines = [tables()["page"].rstrip()]
-    for title, rows in {**tables()["names"], **values}.items():
+    for title, rows in [*tables()["names"].items(), *tables()["values"].items()]:
         lines += ["", f"## {title}", "", "| there | here |", "|---|---|"]
         # Without those that are to be left out.
         lines += [f"| `{key.replace(' ', '`, `')}` | {text} |" for key, text in rows.items() if text[0] != "("]

@@ -307,7 +307,7 @@ class TrainConfig(
         return self.stages > 1 or self.plan_file is not None
 
     @property
-    def saving(self) -> Checkpoints:
+    def saving(self) -> Checkpoints:  # type: ignore[override]
         """When to save, and which epochs are the best: by the figure that is named, or that of what is used later."""
         is_averaged = self.model_ema is not None and "by" not in self.checkpoints
         return replace(super().saving, by="ema_test_accuracy") if is_averaged else super().saving

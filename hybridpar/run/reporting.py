@@ -201,8 +201,8 @@ def close_run(run: Run) -> None:
     for fields in (*of_parts, trainer.summary()):
         summary |= fields
     warnings = _add_prediction(run, summary) + run.warnings
-    saved = [run.folder.checkpoints] if list_checkpoints(run.folder.checkpoints) else []
-    print_report(summary, [write_summary(directory, summary), *saved, *run.written])
+    folders = [run.folder.checkpoints] if list_checkpoints(run.folder.checkpoints) else []
+    print_report(summary, [write_summary(directory, summary), *folders, *run.written])
     for warning in warnings:
         print(f"warning: {warning}")
     note_orderly_end()

@@ -171,6 +171,22 @@ def test_our_names_and_values_are_read(line: str) -> None:
     assert COMMANDS.get("train").parse("train", [*line.split(), "resnet18"]).model == "resnet18"
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--compress", "layer4.* -> powersgd; *.weight -> onebit"),
+        ("--compress", "none "),
+        ("--model-arg", "size=(1, 2)"),
+        ("--run-dir", "runs/VALUE (2)"),
+        ("--weights", ""),
+    ],
+)
+def test_values_of_any_text_are_read(option: str, value: str) -> None:
+    for words in ([option, value], [f"{option}={value}"]):
+        options = COMMANDS.get("train").parse("train", ["resnet18", *words])
+        assert str(vars(options)[option[2:].replace("-", "_")]) in (value, str((value,)))
+
+
 def test_no_name_has_two_answers() -> None:
     names = [name for name, _ in ROWS]
     assert len(names) == len(set(names))
