@@ -89,6 +89,21 @@ def test_what_is_not_in_the_cache_is_not_looked_for_elsewhere(tmp_path: Path, mo
         load(tmp_path, "hf/")
 
 
+def test_what_is_in_the_cache_is_read_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(datasets.ClassLabel(names=["a", "b"]), train=[0, 1] * 3)["train"].to_parquet(tmp_path / "train.parquet")
+    datasets.load_dataset("parquet", data_files=str(tmp_path / "train.parquet"))
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    (built,) = cache.glob("parquet/*/*/*/")
+    (cache / "nobody___mine/default").mkdir(parents=True)
+    built.parent.rename(cache / "nobody___mine/default/0.0.0")
+    for file in cache.glob("nobody___mine/**/parquet-*"):
+        file.rename(file.with_name(file.name.replace("parquet", "mine")))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", asked := Mock(side_effect=OSError("asked the hub")))
+    assert load(tmp_path / "empty", "hf/nobody/mine").class_names == ("a", "b")
+    asked.assert_not_called()
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match="read with the package datasets") as caught:
