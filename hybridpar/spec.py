@@ -141,7 +141,7 @@ def validated(what: str, kind: Any, value: Any, fix: str = "", *, strict: bool =
         rule = " or ".join(dict.fromkeys(filter(None, rules)))
         rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
         rule = rule.replace("an instance of Path", "a path").replace("a valid array", "a list")
-        raise UsageError(what, f"It must be {rule}." if rule else f"{error.errors()[0]['msg']}.", fix) from None
+        raise UsageError(what, f"It must be {rule}." if rule else f"{error.errors()[-1]['msg']}.", fix) from None
 
 
 @functools.cache

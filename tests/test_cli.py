@@ -112,7 +112,10 @@ def test_none_unsets_what_a_preset_sets():
 def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
     """The text of an attribute that is on by default would say the opposite of what its flag `--no-...` does."""
     text = help_of(command, capsys, HELP_ALL)
-    assert "(default: True)" not in re.sub(r"[│\s]+", " ", text)
+    said = re.sub(r"[│\s]+", " ", text)
+    assert "(default: True)" not in said
+    for flag in re.findall(r"^[│\s]*(--no-[a-z-]+)", text, flags=re.MULTILINE):
+        assert f"{flag} `{flag}`: " in said
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hybridpar.config.data import OTHER_SETS, TORCHVISION_SETS, data_set_kind
 from hybridpar.config.files import FileOptions
 from hybridpar.config.sync import CODECS
 from hybridpar.errors import HybridparError, UsageError, nearest, shortened
-from hybridpar.machine.devices import default_workers, hide_gpus
+from hybridpar.machine.devices import default_workers, hide_gpus, require_gpu
 from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.spec import Options
 
@@ -67,6 +67,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     check_request(command)
     if command.hosts is not None and not in_job():
         return _on_several_machines(command, command.hosts, arguments)
+    require_gpu(command.device)
     if command.dry_run:
         plan, shared = COMMANDS.get("plan"), [*fields(ModelArgument), *fields(TrainConfig)]
         return plan.run(plan.options(**{field.name: getattr(command, field.name) for field in shared}), arguments)

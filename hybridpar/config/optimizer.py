@@ -452,6 +452,8 @@ def check_optimizer(config: OptimizerConfig) -> None:
     is_number = type(momentum := config.optim.arguments.get("momentum", 0.9)) in (int, float)
     check(is_number, f"{what}: momentum={momentum}", "It must be a number.", "Write momentum=0.9.")
     check(not nesterov or momentum != 0, what, "Nesterov's method needs momentum.", "Write sgd:momentum=0.9,nesterov.")
+    both = {"lr", "weight_decay"} & config.optim.arguments.keys()
+    check(not both, what, "Learning rate and weight decay are options by themselves.", "Write --lr or --weight-decay.")
     name = config.optim.name
     if name.startswith(TIMM) and importlib.util.find_spec("timm") is None:
         raise not_installed(f"the optimizer {shortened(name)} comes with timm", "timm")

@@ -202,7 +202,7 @@ class SyncConfig(Options):
         batch_norm: BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over
             all replicas; `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model
             has, and keep them.
-        guard: Skip a step in which any gradient is not finite, on all workers; `--no-guard` does not.
+        guard: `--no-guard`: take also steps in which a gradient is not finite; by default all workers skip them.
         shard_optimizer: Divide the optimizer's state among the replicas, each of which updates a part of the parameters
             and hands it round: the same result in less memory, for another half of the traffic.
     """

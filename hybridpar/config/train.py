@@ -28,7 +28,8 @@ class PipelineConfig(Options):
     """Parallelism: workers, and the stages, replicas and micro-batches that they are used for.
 
     Attributes:
-        device: `auto`: a GPU for each worker, where there are any; `cpu`: the CPU in any case.
+        device: `auto`: a GPU for each worker, where there are any; `cuda`: the same, or an error; `cpu`: the CPU in any
+            case.
         nproc: Workers on this machine; default: one per GPU, else 2 on the CPU. Under torchrun: the workers it started.
         stages: Stages that the model is cut into: lanes of one worker, or spread over the workers.
         replicas: Copies of the whole pipeline, which share each batch; default: as many as the workers allow.
@@ -46,7 +47,7 @@ class PipelineConfig(Options):
             The result is the same; on a CPU it saves nothing.
     """
 
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     nproc: Annotated[int | None, AT_LEAST_1] = None
     stages: Annotated[int, AT_LEAST_1] = 1
     replicas: Annotated[int | None, AT_LEAST_1] = None
@@ -185,7 +186,8 @@ class Checkpoints(Options):
         every: `epoch`, a number of steps as `200`, seconds as `60s`, or several of these; or `never`.
         keep: How many of the last checkpoints stay.
         best: Of how many of the best epochs the checkpoints stay.
-        by: The figure that says which epochs are the best: accuracies the larger, losses the smaller.
+        by: The figure that says which epochs are the best: accuracies the larger, losses the smaller. With --model-ema
+            it is ema_test_accuracy where nothing else is said, as the average is what is used then.
         stop: End the run after so many tested epochs without a better one; None: never.
     """
 
@@ -256,8 +258,8 @@ class AdvancedConfig(Options):
         seed: Seed of weights, shuffling, augmentation and dropout.
         deterministic: Use deterministic algorithms only.
         timeout: Seconds after which a worker that does not answer is an error.
-        tune_process: Set allocator, threads and affinity of CPU workers for training; `--no-tune-process` leaves them
-            as they are.
+        tune_process: `--no-tune-process`: leave allocator, threads and affinity of CPU workers as they are; by default
+            they are set for training.
         debug: Show tracebacks.
     """
 
@@ -303,6 +305,12 @@ class TrainConfig(
     def is_staged(self) -> bool:
         """Whether the model is to be cut into stages."""
         return self.stages > 1 or self.plan_file is not None
+
+    @property
+    def saving(self) -> Checkpoints:  # type: ignore[override]
+        """When to save, and which epochs are the best: by the figure that is named, or that of what is used later."""
+        is_averaged = self.model_ema is not None and "by" not in self.checkpoints
+        return replace(super().saving, by="ema_test_accuracy") if is_averaged else super().saving
 
     @property
     def peak_lr(self) -> float:

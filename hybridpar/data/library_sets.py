@@ -185,8 +185,13 @@ def _read_hub(name: str, config: DataConfig) -> dict[str, Any]:
         elif name in _FILES:
             read = datasets.load_dataset(name, data_dir=str(root)).flatten()
         else:
-            how = datasets.DownloadConfig(local_files_only=not options.download)
-            read = datasets.load_dataset(name, options.configuration, download_config=how)
+            from huggingface_hub import constants  # which `datasets` needs
+
+            before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, not options.download
+            try:
+                read = datasets.load_dataset(name, options.configuration)
+            finally:
+                constants.HF_HUB_OFFLINE = before
     return dict(read) if isinstance(read, dict) else {"train": read}
 
 

@@ -234,19 +234,24 @@ class TrainBatches(_Batches):
         order = sampling.epoch_order(len(self.data.train), self.seed, epoch)
         order = sampling.repeated(order, self._steps, self.repeats)
         steps = self._steps[start_step:]
-        jobs = [[order[first:last] for first, last in self._parts(start, stop)] for start, stop in steps]
+        jobs = [[order[first:last] for first, last in self._parts(start, stop, self.rank)] for start, stop in steps]
         for (start, stop), read in zip(steps, self._read(jobs, AugmentKey(self.seed, epoch)), strict=True):
             yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
 
-    def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where this worker's micro-batches of a step are; none where it has no sample."""
+    @property
+    def counts(self) -> list[int]:
+        """Samples of each worker in a step."""
+        return [sum(b - a for a, b in self._parts(0, self.batch_size, rank)) for rank in range(self.workers)]
+
+    def _parts(self, start: int, stop: int, rank: int) -> list[tuple[int, int]]:
+        """Where the micro-batches of a worker are in a step; none where it has no sample."""
         each = self.micro_batches
         if self.shares is None:
             parts = sampling.divide(start, stop, self.workers * each, in_pairs=self.in_pairs)
-            return parts[self.rank * each : (self.rank + 1) * each]
+            return parts[rank * each : (rank + 1) * each]
         least = sampling.FEWEST_PER_PART * each
         counts = sampling.allot(stop - start, self.shares, least, idle=self.idle, in_pairs=self.in_pairs)
-        first, count = start + sum(counts[: self.rank]), counts[self.rank]
+        first, count = start + sum(counts[:rank]), counts[rank]
         return sampling.divide(first, first + count, each, in_pairs=self.in_pairs) if count else []
 
 

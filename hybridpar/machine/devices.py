@@ -7,6 +7,7 @@ import platform
 import sys
 from pathlib import Path
 
+from hybridpar.errors import check
 from hybridpar.machine.process import available_cores
 
 #: Where Linux shows a driver that torch's `cuda` devices need: NVIDIA's, the one of WSL, AMD's.
@@ -20,6 +21,12 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def require_gpu(device: str) -> None:
+    """Refuse `--device cuda` where torch has no GPU."""
+    why, fix = "torch can use none here.", "Leave it out to train on the CPU; `hybridpar doctor` says more."
+    check(device != "cuda" or gpu_count() > 0, "--device cuda without a GPU", why, fix)
 
 
 def hide_gpus() -> None:

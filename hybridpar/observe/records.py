@@ -176,10 +176,10 @@ class StepRecord:
     bytes_before: int | None = _figure("bytes", None)
     bytes_after: int | None = _figure("bytes", None)
     encode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="encoding")
-    wire_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="on the wire")
+    wire_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="sending")
     decode_ms: float | None = _figure("ms", None, workers=True, reduce="median", title="decoding")
     sync_ms: float | None = _figure("ms", None, workers=True, reduce="median")
-    hidden_share: float | None = _figure("part", None, workers=True, reduce="mean", key="overlap", title="sums hidden")
+    hidden_share: float | None = _figure("part", None, workers=True, reduce="mean", key="overlap", title="sync hidden")
     residual_norm: float | None = _figure("norm", None, log=True, chart="Residual norm: not sent yet")
     residual_norms: Mapping[str, float] | None = None
     staleness: float | None = _figure("updates", None, log=True, chart="Staleness (updates)")

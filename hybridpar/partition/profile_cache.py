@@ -61,7 +61,7 @@ def measured_profile(
         return times
     if not times.noise <= MOST_NOISE:
         _log.warning(
-            "the times of the layers of %s lie %.0f %% apart, as other programs run too: they are used now, and "
+            "repeated timings of the layers of %s differ by %.0f %%, as other programs run too: they are used now, and "
             "measured again the next time",
             type(units.model).__name__,
             100 * times.noise,

@@ -58,7 +58,8 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         sizes = Counter(map(len, layout.ranks))
         devices = " + ".join(f"{many} x {size}" if many > 1 else f"{size}" for size, many in sizes.items())
         name = f"{layout.stages} stages on {devices} device{'s' * (layout.workers > 1)}"
-        details = [candidate.schedule, None if layout.kind == "linear" else layout.kind, candidate.cut.name]
+        placement = None if layout.kind == "linear" else f"placement {layout.kind}"
+        details = [candidate.schedule, placement, f"cut {candidate.cut.name}"]
     batches = f"{count} micro-batches" if count > 1 else None
     shares = answer.evaluator.shares(layout, count)
     unequal = f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}" if shares else None

@@ -83,13 +83,13 @@ def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_
         return float(not _still_true(tries[-1], world))
 
     tries, doubtful = repeat_until_steady(measure, doubt, 0.0)
-    if doubtful:
+    if doubtful and world.is_main:
         _log.warning(
-            "the links between workers change by more than %g times from one moment to the next: what was measured is "
-            "used now and not remembered",
+            "the links between workers become more than %g times faster or slower while they are measured: what was "
+            "measured is used now and not remembered",
             DRIFT,
         )
-    else:
+    elif not doubtful:
         world.from_main(lambda: store_measurement(KIND, key, tries[-1].model_dump(mode="json")))
     return tries[-1]
 

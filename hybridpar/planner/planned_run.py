@@ -123,7 +123,7 @@ def plan_run(
     elif open_trial is None:
         choice = _unplanned("no worker holds all of the model to measure it") if insists else choice
     elif why := _not_worth(sample_shape, steps):
-        choice = _unplanned(why) if insists else choice
+        choice = _unplanned(why) if insists or None not in (sample_shape, steps) else choice
     elif option := not_modelled(config):
         choice = _unplanned(f"no prediction knows {option}")
     else:

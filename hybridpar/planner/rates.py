@@ -136,7 +136,7 @@ def _measure_steadily(text: str, shapes: Sequence[tuple[int, ...]], workers: int
     tries, noise = repeat_until_steady(measure, lambda tries: min(rate.noise for rate in tries), MOST_NOISE)
     if noise > MOST_NOISE and world.is_main:
         _log.warning(
-            "codec %s: repeated measurements lie %.0f %% apart; they are used now and not kept: measure again when "
+            "codec %s: repeated timings differ by %.0f %%; they are used now and not kept: measure again when "
             "nothing else runs",
             text,
             100 * noise,

@@ -16,6 +16,7 @@ import torch
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError, refuse
+from hybridpar.machine.devices import require_gpu
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.plan import (
     Compute,
@@ -161,6 +162,7 @@ def join_workers(config: TrainConfig, plan: Plan | None = None) -> World:
         with contextlib.suppress(PlanError):  # raised on all workers once they have joined, so that no rank blocks
             plan = read_plan(config.plan_file)
     sync = resolve_sync(config, plan, decided_options(config))
+    require_gpu(config.device)
     device = torch.device("cpu") if config.device == "cpu" else None
     return World.join(lanes=sync.groups, timeout=config.timeout, device=device)
 

@@ -24,6 +24,7 @@ from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.formats.checkpoint_files import digest_of
 from hybridpar.models.deferred import DeferredModel, module_of
 from hybridpar.observe.loggers import logger_names
+from hybridpar.optim.build import optimizer_by_name
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.fixed import decided_options
 from hybridpar.planner.planned_run import PlannedRun, plan_run
@@ -72,6 +73,7 @@ def join(config: TrainConfig, model_name: str, job: contextlib.ExitStack) -> Wor
 def open_run(run: Run) -> None:
     """Open all that a run needs, its trainer last."""
     world = run.world
+    optimizer_by_name([{"params": [nn.Parameter(torch.zeros(1, 1))]}], run.config)  # or refused, before data are loaded
     run.progress.prepare("loading the data set and the model")
     data = load_data(run.config, world)
     run.config = replace(run.config, data=with_options(run.config.data, download=None))  # it is there

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hybridpar.compress import read_policy
+from hybridpar.formats.checkpoint_files import list_checkpoints
 from hybridpar.formats.output_files import replace_file
 from hybridpar.machine.devices import machine_load
 from hybridpar.machine.launch import end_at_once, note_orderly_end
@@ -42,8 +43,6 @@ _KEYS = tuple(name for name in StepFigures.model_fields if name != "step_ms")
 def describe(run: Run) -> None:
     """Write down the plan of a run, and find what to show of it at the start."""
     config, trainer, world, directory = run.config, run.trainer, run.world, run.folder.directory
-    if (shares := run.samples.batches.shares) is not None:
-        run.notes.append(f"shares   {' : '.join(f'{share:g}' for share in shares)} of every batch")
     if run.folder.restarted:
         since = f"step {run.state.resumed_from}" if run.state.resumed_from else "the start"
         run.notes.append(f"a worker died; all workers were restarted and go on from {since}")
@@ -73,8 +72,9 @@ def describe(run: Run) -> None:
 
 def opening_lines(run: Run) -> Iterator[str]:
     """What to show of a run before its first step."""
-    facts, replicas = run.facts, run.samples.replicas
-    each = f", on {replicas} replicas" if replicas > 1 else ""
+    facts, counts = run.facts, [f"{count:,}" for count in run.samples.batches.counts]
+    each = f"{counts[0]} each" if len({*counts}) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
+    each = f", {each} on {len(counts)} replicas" if len(counts) > 1 else ""
     chosen = f" (auto: {run.batch_line})" if run.batch_line else ""
     yield f"model    {run.model_name}, {run.plan.model.parameters:,} parameters"
     yield f"data     {run.data_line}"
@@ -201,7 +201,8 @@ def close_run(run: Run) -> None:
     for fields in (*of_parts, trainer.summary()):
         summary |= fields
     warnings = _add_prediction(run, summary) + run.warnings
-    print_report(summary, [write_summary(directory, summary), run.folder.checkpoints, *run.written])
+    folders = [run.folder.checkpoints] if list_checkpoints(run.folder.checkpoints) else []
+    print_report(summary, [write_summary(directory, summary), *folders, *run.written])
     for warning in warnings:
         print(f"warning: {warning}")
     note_orderly_end()

@@ -37,6 +37,19 @@ def test_a_value_out_of_range_is_named_with_its_rule(option, value, rule):
     assert caught.value.why == f"It must be {rule}."
 
 
+def test_the_best_are_ranked_by_the_average_where_there_is_one():
+    assert TrainConfig().saving.by == "test_accuracy"
+    assert TrainConfig(model_ema=0.9).saving.by == "ema_test_accuracy"
+    assert TrainConfig(model_ema=0.9, checkpoints="epoch,best=2").saving.best == 2
+    assert TrainConfig(model_ema=0.9, checkpoints="epoch,by=test_loss").saving.by == "test_loss"
+
+
+def test_a_rate_is_one_number_or_two():
+    with pytest.raises(UsageError, match=r"0\.1/256/3") as caught:
+        TrainConfig(lr="0.1/256/3").check()
+    assert "at most 2 items" in caught.value.why
+
+
 def test_a_rate_for_a_batch_is_in_proportion_to_the_batch():
     assert TrainConfig(lr="0.1/256", batch_size=64).peak_lr == pytest.approx(0.025)
     assert TrainConfig(lr="0.1", batch_size=64).peak_lr == TrainConfig(lr=0.1).peak_lr == 0.1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
 import tarfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.errors import DataError, UsageError
 
 datasets = pytest.importorskip("datasets")
+constants = pytest.importorskip("huggingface_hub.constants")
 
 
 def made(feature: object, column: str = "label", **parts: list) -> datasets.DatasetDict:
@@ -74,12 +77,31 @@ def test_a_label_that_is_no_class_is_one_error(tmp_path: Path) -> None:
         load(root)
 
 
-def test_what_is_not_in_the_cache_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+def test_what_is_not_in_the_cache_is_not_looked_for_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", asked := Mock(side_effect=OSError("asked the hub")))
     with pytest.raises(DataError, match="cannot read hf/nobody/nothing-of-that-name") as caught:
         load(tmp_path, "hf/nobody/nothing-of-that-name")
+    asked.assert_not_called()
+    assert not constants.HF_HUB_OFFLINE
     assert ":download" in caught.value.fix
     with pytest.raises(UsageError, match="--data hf"):
         load(tmp_path, "hf/")
+
+
+def test_what_is_in_the_cache_is_read_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(datasets.ClassLabel(names=["a", "b"]), train=[0, 1] * 3)["train"].to_parquet(tmp_path / "train.parquet")
+    datasets.load_dataset("parquet", data_files=str(tmp_path / "train.parquet"))
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    (built,) = cache.glob("parquet/*/*/*/")
+    (cache / "nobody___mine/default").mkdir(parents=True)
+    built.parent.rename(cache / "nobody___mine/default/0.0.0")
+    for file in cache.glob("nobody___mine/**/parquet-*"):
+        file.rename(file.with_name(file.name.replace("parquet", "mine")))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", asked := Mock(side_effect=OSError("asked the hub")))
+    assert load(tmp_path / "empty", "hf/nobody/mine").class_names == ("a", "b")
+    asked.assert_not_called()
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,16 @@ def same(one, two):
     return bool(pairs) and all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
 
 
+@pytest.mark.parametrize(
+    ("workers", "shares", "counts"),
+    [(1, None, [24]), (2, None, [12, 12]), (2, (1, 3), [6, 18]), (2, (0, 1), [0, 24])],
+)
+def test_counts_are_the_samples_of_each_worker_in_a_step(memory_data, workers, shares, counts):
+    assert train_batches(memory_data, workers, shares=shares).counts == counts
+    views = [train_batches(memory_data, workers, rank=rank, shares=shares) for rank in range(workers)]
+    assert [next(view.epoch(0)).samples for view in views] == counts
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_every_worker_count_trains_on_the_same_images_in_the_same_steps(data, workers, micro_batches):

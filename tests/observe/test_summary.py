@@ -155,7 +155,7 @@ def test_a_pipeline_shows_predicted_beside_measured():
     assert rows["bubble"] == "27%             predicted 20%"
     slow = dict(report_rows(SUMMARY | {"step_ms_median": 1154.1, "compute_ms": 1154.1}))
     assert slow["compute"] == "1154.10 ms 100%"
-    assert (rows["stages"], rows["micro-batches"], rows["sums hidden"]) == ("4", "8", "91%")
+    assert (rows["stages"], rows["micro-batches"], rows["sync hidden"]) == ("4", "8", "91%")
 
 
 def test_codecs_servers_and_kernels_have_their_rows():

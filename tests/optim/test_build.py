@@ -118,6 +118,8 @@ def test_optimizers_by_name_are_torchs_and_timms(text, arguments):
         ("timm/lamp", ("'timm/lamp'", "timm/lamb")),
         ("adamw:amsgrat=True", ("'amsgrat'", "amsgrad")),
         ("timm/lion:eps=0.001", ("timm/lion has no argument 'eps'",)),
+        ("adam:weight_decay=0.1", ("adam:weight_decay=0.1", "--weight-decay")),
+        ("sgd:lr=0.1", ("sgd:lr=0.1", "--lr")),
         ("adamw:2=3", ("no name of an argument",)),
         ("muon", ("2D", "timm/muon")),
         ("timm/adahessian", ("second derivatives",)),

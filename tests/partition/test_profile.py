@@ -155,7 +155,7 @@ def test_a_noisy_profile_is_used_and_not_kept(
     assert measured_profile(units, [example], **{**options, "cache": None}).noise == 0.53
     assert not caplog.text, "the planner measures on every worker"
     assert measured_profile(units, [example], **options).noise == 0.53
-    assert "lie 53 % apart, as other programs run too: they are used now, and measured again" in caplog.text
+    assert "differ by 53 %, as other programs run too: they are used now, and measured again" in caplog.text
     assert not list(tmp_path.iterdir())
     assert measured_profile(units, [example], **options).noise == 0.05, "the next command measures again"
 

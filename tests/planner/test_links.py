@@ -105,6 +105,18 @@ def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
     assert json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])["inside"]["bandwidth"] > 0
 
 
+def warnings_of_links_that_change(world: World, cache: str) -> int:
+    never = mock.patch.object(links, "_still_true", return_value=False)
+    with mock.patch.dict("os.environ", HYBRIDPAR_CACHE=cache), never, mock.patch.object(links._log, "warning") as warn:
+        measure_cluster(world, fresh=True, seconds=0.002)
+    assert not list(Path(cache).glob("planner/links-*.json"))
+    return warn.call_count
+
+
+def test_links_that_change_are_told_once_and_not_remembered(tmp_path):
+    assert run_ranks(warnings_of_links_that_change, 2, str(tmp_path)) == [1, 0]
+
+
 def test_one_worker_has_no_links(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
     rates = iter((1e9, 2e9))

@@ -47,6 +47,12 @@ def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
     end.assert_called_once_with(mock.ANY, problem)
 
 
+def test_arguments_that_no_optimizer_takes_are_refused_before_data_are_loaded(tmp_path):
+    with mock.patch.object(opening, "load_data", side_effect=AssertionError("loaded")):
+        with pytest.raises(UsageError, match="sgd has no argument 'eps'"):
+            train(tmp_path, optimizer="sgd:eps=1")
+
+
 def test_who_cannot_recall_options_joins_as_the_others_are_asked_to(tmp_path, monkeypatch):
     train(tmp_path, steps=1)
     joined = mock.Mock(wraps=served_trainer.join_servers)
@@ -232,8 +238,9 @@ def test_a_scripts_checkpoint_has_no_place_in_the_data(tmp_path):
     ("every", "keep", "saved"),
     [("5", 2, {10, 12}), ("never", 2, set()), ("epoch", 1, {12}), ("1/60s", 3, {10, 11, 12})],
 )
-def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved):
+def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, capsys, every, keep, saved):
     train(tmp_path, checkpoints=f"{every},keep={keep}")
+    assert (f"written  {tmp_path}/checkpoints" in capsys.readouterr().out) == (every != "never")
     best = max(read_metrics(tmp_path).epochs, key=lambda epoch: (epoch.test_accuracy, -epoch.epoch)).step
     reported = check_run(tmp_path)["best"]
     if every == "never":
