@@ -200,8 +200,7 @@ def train_alone(setting: Setting, codec: str, device: torch.device) -> tuple[Ten
                 parameter.grad = part.view_as(parameter)
             optimizer.step()
             for exchange in exchanges:
-                assert exchange.coded is not None
-                exchange.coded.commit()
+                exchange.commit()
     return torch.tensor(losses, dtype=torch.float64), state_of(model) - before
 
 

@@ -256,4 +256,4 @@ def test_who_is_late_to_join_is_named():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(milliseconds=50))
     with pytest.raises(RuntimeError, match="no sign of workers 1, 2"):
-        rendezvous._exchange_places(store, 0, 3)
+        rendezvous._exchange_addresses(store, 0, 3)

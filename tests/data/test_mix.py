@@ -110,7 +110,7 @@ def test_stages_mix_as_the_whole_model_does():
     for stages in (1, 2):
         model = normless()
         config = TrainConfig(**{**OPTIONS, "loss": "bce:threshold=0.2"}, micro_batches=2, stages=stages)
-        plan = plan_of(model, stages) if stages > 1 else None
+        plan = plan_of(normless, stages) if stages > 1 else None
         with Trainer(model, config=config, plan=plan, example=EXAMPLE, classes=CLASSES) as trainer:
             losses.append([trainer.step(images(8, seed=step)).loss for step in range(4)])
             states.append(state_of(trainer))

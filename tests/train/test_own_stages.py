@@ -112,6 +112,7 @@ def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
                     trainer.load(Path(directory, str(number)))
                 shares = [batch(10 * step + world.rank % replicas) for step in steps]
                 losses += [trainer.step(share).outcome.loss for share in shares]
+                trainer.wait()
                 held = trainer.engine.held_state()
                 trainer.save(Path(directory, str(number)))
         results.append((losses, {name: one.clone() for name, one in held.items()}))
