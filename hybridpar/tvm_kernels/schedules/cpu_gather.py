@@ -78,7 +78,8 @@ def _fills_lines(key: KernelKey, lanes: int, columns_outer: int) -> bool:
 
 def default(_: ConvShape) -> dict[str, int]:
     """What is good on many CPUs; the candidate that is most like it is taken."""
-    return {"lanes": 16, "tile_rows": 1, "tile_columns": 4, "strip": 4, "unroll": 1, "sweep": 1}
+    tile = {"lanes": 16, "tile_rows": 1, "tile_columns": 4, "strip": 4}
+    return {**tile, "columns_outer": 1, "unroll": 1, "sweep": 1}
 
 
 def candidates(key: KernelKey, machine: Machine) -> Iterator[dict[str, int]]:
