@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
-from types import ModuleType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -113,15 +111,8 @@ def register_command(
 
 
 def _read(name: str, options: type, arguments: Sequence[str], **how: Any) -> Any:
-    """Have tyro read a command line, without what takes it longer to import than all else: a check of our defaults."""
-    checker = ModuleType("typeguard")
-    vars(checker).update(check_type=lambda value, kind: value, TypeCheckError=TypeError)
-    sys.modules.setdefault(checker.__name__, checker)
-    try:
-        return tyro.cli(options, args=list(arguments), prog=f"hybridpar {name}", **how)
-    finally:
-        if sys.modules[checker.__name__] is checker:
-            del sys.modules[checker.__name__]
+    """Have tyro read a command line."""
+    return tyro.cli(options, args=list(arguments), prog=f"hybridpar {name}", **how)
 
 
 def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:

@@ -292,7 +292,8 @@ class StageRun:
     def pool_batch_norm(self, pool: BatchNormPool) -> None:
         """Let what pools the statistics of BatchNorm see each pass; a pass does not write into those."""
         self.batch_norm = pool
-        self._buffers = [module._buffers for module in self.module.modules() if module not in {*pool.layers}]
+        pooled = set(pool.layers)
+        self._buffers = [module._buffers for module in self.module.modules() if module not in pooled]
 
     def start_step(self, step: int) -> None:
         """Forget the losses of the step before, and whatever a step that was given up has left."""

@@ -103,6 +103,15 @@ def assert_same(run: Run, other: Run) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
+def assert_not_captured(run: Run, plain: Run) -> None:
+    """Steps that were to be captured, and were not, are those of a plain run."""
+    for batch in batches([SAMPLES] * STEPS):
+        plain.step(batch)
+        run.step(batch)
+    assert_same(run, plain)
+    assert not run.graph.captured
+
+
 WAYS = {
     "one worker": {},
     "without micro-batches": {"micro_batches": 1},
@@ -286,11 +295,7 @@ class TestFailure:
         begin = Tape.capture_begin
         monkeypatch.setattr(Tape, "capture_begin", refuse)
         with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
-            for batch in batches([SAMPLES] * STEPS):
-                plain.step(batch)
-                graphed.step(batch)
-            assert_same(graphed, plain)
-            assert not graphed.graph.captured
+            assert_not_captured(graphed, plain)
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "a made-up reason" in caplog.text
 
@@ -313,11 +318,7 @@ class TestFailure:
         replay = Tape.replay
         monkeypatch.setattr(Tape, "replay", replay_otherwise)
         with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
-            for batch in batches([SAMPLES] * STEPS):
-                plain.step(batch)
-                graphed.step(batch)
-            assert_same(graphed, plain)
-            assert not graphed.graph.captured
+            assert_not_captured(graphed, plain)
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert f"left other values in {spoilt} than" in caplog.text
 
@@ -333,11 +334,7 @@ class TestFailure:
         copied = cuda_graph._copied
         monkeypatch.setattr(cuda_graph, where, run_out)
         with Run(PLAIN) as plain, Run(GRAPH, cuda) as graphed:
-            for batch in batches([SAMPLES] * STEPS):
-                plain.step(batch)
-                graphed.step(batch)
-            assert_same(graphed, plain)
-            assert not graphed.graph.captured
+            assert_not_captured(graphed, plain)
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "too little memory" in caplog.text
 
