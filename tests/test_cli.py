@@ -147,6 +147,7 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
         (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", 'nets.py", line', "--debug"]),
         (["resnet18", "--data", "cifar10", "--data-root", "nowhere"], ["nowhere", ":download"]),
         (["resnet18", "--data", "folder", "--data-root", "nowhere"], ["nowhere", "--data-root"]),
+        (["resnet18", "--data-root", "photos"], ["digits reads no files", "photos", "--data folder"]),
         (["resnet18", "--lr=-1"], ["--lr -1", "greater than 0"]),
         (["resnet18", "--checkpoints", "often"], ["--checkpoints often", "60s"]),
         ([*SMALL_NET, "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),

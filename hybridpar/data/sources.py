@@ -352,6 +352,14 @@ def load_dataset(config: DataConfig) -> ImageData:
     kind = data_set_kind(config.data)
     known = {**dict.fromkeys(TORCHVISION_SETS, "library_sets:load_torchvision"), **LOADERS}
     check(kind in known, f"unknown data set {shortened(repr(kind))}", fix=nearest(kind, known))
+    reads = kind not in ("digits", "synthetic") or config.data_root == DataConfig().data_root
+    what = f"--data {kind} reads no files, and --data-root is {config.data_root}"
+    check(
+        reads,
+        what,
+        "Images in one folder per class are the data set folder.",
+        "Write --data folder, or no --data-root.",
+    )
     load: Callable[[DataConfig], ImageData] = pkgutil.resolve_name(f"hybridpar.data.{known[kind]}")
     data = load(config)
     for name in (str(config.data_root), *data.class_names):

@@ -153,8 +153,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("policy", POLICIES, ids=["torchvision", "timm", "colours"])
 @pytest.mark.parametrize("kind", ["files", "memory"])
 def test_order_and_augmentation_are_the_same_for_any_workers_and_loader_processes(kind, policy, folder):
-    name = "folder" if kind == "files" else "synthetic:samples=24"
-    data = load_dataset(TrainConfig(data=name, data_root=folder, image_size=16, augment=policy))
+    where = {"data": "folder", "data_root": folder} if kind == "files" else {"data": "synthetic:samples=24"}
+    data = load_dataset(TrainConfig(**where, image_size=16, augment=policy))
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     reference = read_steps(data, 1, 1, batch_size=12, repeats=2)
     assert [len(labels) for _, labels in reference] == [12, 12]
